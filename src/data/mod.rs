@@ -1,0 +1,5 @@
+//! From files to packed batches, on the host: datasets, chat templates, tokenizer, packing, loader.
+
+pub mod example;
+pub mod options;
+pub mod pack;

@@ -1,0 +1,1 @@
+//! File formats as bytes and tables: safetensors, GGUF, quantized blocks, PEFT configuration.

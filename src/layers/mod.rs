@@ -1,0 +1,1 @@
+//! Layers made of operations: linear with adapters, attention, MLP, norm, embedding, head.

@@ -1,0 +1,25 @@
+//! Tandem: the training engine, the sessions that run it, and the window that shows it.
+//!
+//! The modules are floors: each may use those above it in this list, never those below
+//! (`tests/architecture.rs` checks it; ARCHITECTURE.md says why).
+
+pub mod base;
+pub mod formats;
+
+pub mod data;
+
+pub mod tensor;
+
+pub mod ops;
+
+pub mod layers;
+
+pub mod model;
+
+pub mod train;
+
+pub mod export;
+
+pub mod session;
+
+pub mod gui;

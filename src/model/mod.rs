@@ -1,0 +1,1 @@
+//! The transformer: configuration, blocks, named parameters, loading, generation.

@@ -1,0 +1,1 @@
+//! One file per operation family: contract, CPU form, launcher.

@@ -1,0 +1,178 @@
+//! What a training run is asked to do, apart from its model and data.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+/// Which parameters train.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MethodKind {
+    /// Low-rank adapters on frozen weights.
+    #[default]
+    Lora,
+    /// Every parameter of the model.
+    Full,
+}
+
+/// `[method]`: which parameters train, and the adapter's shape (names as in PEFT).
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct MethodConfig {
+    /// `lora` or `full`.
+    pub kind: MethodKind,
+    /// Rank of the adapters.
+    pub r: usize,
+    /// Scale numerator: the adapter is scaled by `lora_alpha / r`, or `lora_alpha / √r` with `use_rslora`.
+    pub lora_alpha: f64,
+    /// Probability with which an input of the adapter is dropped, 0 ≤ p < 1.
+    pub lora_dropout: f64,
+    /// Scale by `lora_alpha / √r`.
+    pub use_rslora: bool,
+    /// Projections that get an adapter: `q_proj` … `down_proj`, or the single word `all-linear`.
+    pub target_modules: Vec<String>,
+    /// Blocks that get adapters; empty means all.
+    pub layers_to_transform: Vec<usize>,
+    /// A PEFT adapter folder to start from instead of fresh matrices.
+    pub init_adapter: Option<PathBuf>,
+}
+
+impl Default for MethodConfig {
+    fn default() -> Self {
+        Self {
+            kind: MethodKind::Lora,
+            r: 16,
+            lora_alpha: 32.0,
+            lora_dropout: 0.0,
+            use_rslora: false,
+            target_modules: vec!["all-linear".into()],
+            layers_to_transform: Vec::new(),
+            init_adapter: None,
+        }
+    }
+}
+
+/// Shape of the learning rate over a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ScheduleKind {
+    /// Half a cosine from `lr` to 0.
+    #[default]
+    Cosine,
+    /// A straight line from `lr` to 0.
+    Linear,
+    /// `lr` throughout.
+    Constant,
+}
+
+/// `[optimizer]`: AdamW, its schedule and clipping.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct OptimizerConfig {
+    /// Peak learning rate.
+    pub lr: f64,
+    /// Decay of the first moment.
+    pub beta1: f64,
+    /// Decay of the second moment.
+    pub beta2: f64,
+    /// Added to the root of the second moment.
+    pub eps: f64,
+    /// Decoupled weight decay.
+    pub weight_decay: f64,
+    /// Largest global gradient norm; 0 turns clipping off.
+    pub max_grad_norm: f64,
+    /// Shape of the learning rate after warm-up.
+    pub schedule: ScheduleKind,
+    /// Steps over which the learning rate rises linearly to `lr`.
+    pub warmup_steps: u64,
+}
+
+impl Default for OptimizerConfig {
+    fn default() -> Self {
+        Self {
+            lr: 2e-4,
+            beta1: 0.9,
+            beta2: 0.999,
+            eps: 1e-8,
+            weight_decay: 0.0,
+            max_grad_norm: 1.0,
+            schedule: ScheduleKind::Cosine,
+            warmup_steps: 0,
+        }
+    }
+}
+
+/// What a block keeps between its forward and its backward pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Activations {
+    /// Everything the backward pass needs: most memory, no extra work.
+    Keep,
+    /// The block's input only; the rest is computed again.
+    #[default]
+    Recompute,
+}
+
+/// Arithmetic of the CPU engine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Precision {
+    /// 32-bit floats.
+    #[default]
+    F32,
+    /// 32-bit floats rounded to bf16 wherever Transformers would store bf16.
+    Bf16,
+}
+
+/// Where to train.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DeviceChoice {
+    /// The best device found; the run says which and why.
+    #[default]
+    Auto,
+    /// The CPU.
+    Cpu,
+    /// An NVIDIA GPU; an error where there is none.
+    Cuda,
+}
+
+/// `[train]`: how long, how often, on what.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct TrainConfig {
+    /// Passes over the training data, used when `max_steps` is 0.
+    pub epochs: f64,
+    /// Optimizer steps; 0 means as many as `epochs` takes.
+    pub max_steps: u64,
+    /// Packs (micro-batches) in one optimizer step.
+    pub grad_accum_steps: usize,
+    /// Evaluate on the held-out records every so many steps; 0 means only at the end.
+    pub eval_every: u64,
+    /// Save the adapter every so many steps; 0 means only at the end.
+    pub save_every: u64,
+    /// What blocks keep for the backward pass.
+    pub activations: Activations,
+    /// Arithmetic of the CPU engine.
+    pub precision: Precision,
+    /// Where to train.
+    pub device: DeviceChoice,
+    /// CPU threads; 0 means one a core.
+    pub threads: usize,
+}
+
+impl Default for TrainConfig {
+    fn default() -> Self {
+        Self {
+            epochs: 1.0,
+            max_steps: 0,
+            grad_accum_steps: 1,
+            eval_every: 20,
+            save_every: 0,
+            activations: Activations::Recompute,
+            precision: Precision::F32,
+            device: DeviceChoice::Auto,
+            threads: 0,
+        }
+    }
+}
