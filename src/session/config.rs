@@ -1,9 +1,19 @@
-//! The run configuration file, `run.toml`.
+//! The run configuration file, `run.toml`: its structs, reading it, and the frozen copy of a run folder.
 
-use std::path::PathBuf;
+mod check;
+mod fields;
+mod parse;
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Context as _;
 
 use serde::{Deserialize, Serialize};
 
+pub use self::check::{ConfigError, ConfigErrors, Origin};
+pub use self::fields::{FIELDS, Field, FieldKind};
+pub use self::parse::Override;
+use crate::base::error::Result;
 use crate::data::options::{LayoutChoice, Overlong, TrainOn};
 use crate::train::config::{MethodConfig, OptimizerConfig, TrainConfig};
 
@@ -29,6 +39,51 @@ pub struct RunConfig {
     pub optimizer: OptimizerConfig,
     /// `[train]`.
     pub train: TrainConfig,
+}
+
+/// The word that stands for the starter model and the starter dataset in `path` fields.
+pub const STARTER: &str = "starter";
+
+impl RunConfig {
+    /// Reads a `run.toml`. Relative paths in it start at the file's folder; the result holds absolute ones.
+    ///
+    /// # Errors
+    /// When the file cannot be read, or with [`ConfigErrors`]: all unknown fields, wrong types and values out of
+    /// range, each with its line and remedy.
+    pub fn load(path: &Path) -> Result<Self> {
+        Self::load_with(Some(path), &[])
+    }
+
+    /// Reads a `run.toml` (or starts from the defaults) and lets `overrides` replace fields.
+    ///
+    /// Relative paths in overrides start at the current folder.
+    ///
+    /// # Errors
+    /// As [`RunConfig::load`]; an override names its flag where a file's field names its line.
+    pub fn load_with(path: Option<&Path>, overrides: &[Override]) -> Result<Self> {
+        let Some(path) = path else { return parse::parse("", Path::new(""), Path::new(""), overrides) };
+        let text = std::fs::read_to_string(path)
+            .with_context(|| format!("cannot read the run configuration {}", path.display()))?;
+        let folder = path.parent().unwrap_or(Path::new(""));
+        parse::parse(&text, path, folder, overrides)
+    }
+
+    /// Checks every field, as [`RunConfig::load`] does; for configurations made in the window.
+    ///
+    /// # Errors
+    /// [`ConfigErrors`] with every problem found; each names its field (`method.r`).
+    pub fn validate(&self) -> Result<(), ConfigErrors> {
+        let problems = check::problems(self);
+        if problems.is_empty() { Ok(()) } else { Err(ConfigErrors(problems)) }
+    }
+
+    /// The configuration as TOML, every field written out: the frozen `run.toml` of a run folder.
+    ///
+    /// # Errors
+    /// When a path is not valid Unicode.
+    pub fn to_toml(&self) -> Result<String> {
+        toml::to_string(self).context("the run configuration cannot be written as TOML")
+    }
 }
 
 /// `[model]`: what to fine-tune.
