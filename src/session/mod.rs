@@ -2,6 +2,10 @@
 
 pub mod config;
 pub mod event;
+pub mod machine;
+pub mod recent;
+pub mod runtime;
+pub mod starter;
 
 pub use crate::data::options::{LayoutChoice, Overlong, TrainOn};
 pub use crate::tensor::memory::{CategoryBytes, MemoryCategory, MemoryReport};
