@@ -4,60 +4,71 @@
 
 use std::path::Path;
 
-use sysinfo::{CpuRefreshKind, Disks, MemoryRefreshKind, RefreshKind, System};
+use sysinfo::{CpuRefreshKind, DiskRefreshKind, Disks, MemoryRefreshKind, RefreshKind, System};
 
-/// The machine as plain data, as it was at one moment.
+/// The machine as plain data, as it was at one moment. `None` is what the system does not say.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Machine {
-    /// Processor in words; empty when the system does not say.
-    pub cpu: String,
+    /// Processor in words.
+    pub cpu: Option<String>,
     /// Logical cores this process may use.
     pub cores: usize,
-    /// Memory in all, in bytes.
-    pub ram_total_bytes: u64,
-    /// Memory that can still be had, in bytes.
-    pub ram_free_bytes: u64,
-    /// Space left where runs are written; `None` when the system does not say.
+    /// Memory in all and memory that can still be had, in bytes.
+    pub ram: Option<Ram>,
+    /// Space left where runs are written, in bytes.
     pub disk_free_bytes: Option<u64>,
+}
+
+/// Main memory, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Ram {
+    /// All of it (of the container, where one sets a limit).
+    pub total_bytes: u64,
+    /// What can still be had.
+    pub free_bytes: u64,
 }
 
 impl Machine {
     /// Looks at the machine; `runs` is where runs are written (it need not exist yet). Takes a few milliseconds.
     pub fn read(runs: &Path) -> Self {
-        let system = System::new_with_specifics(
-            RefreshKind::nothing()
-                .with_cpu(CpuRefreshKind::nothing())
-                .with_memory(MemoryRefreshKind::nothing().with_ram()),
-        );
-        let (total, free) = match system.cgroup_limits() {
-            Some(limits) if limits.total_memory > 0 && limits.total_memory < system.total_memory() => {
-                (limits.total_memory, limits.free_memory.min(system.available_memory()))
-            }
-            _ => (system.total_memory(), system.available_memory()),
-        };
+        let wanted = RefreshKind::nothing()
+            .with_cpu(CpuRefreshKind::nothing())
+            .with_memory(MemoryRefreshKind::nothing().with_ram());
+        let system = System::new_with_specifics(wanted).ok();
         Self {
-            cpu: system.cpus().first().map(|cpu| tidy(cpu.brand())).unwrap_or_default(),
+            cpu: system.as_ref().and_then(|system| system.cpus().first()).and_then(|cpu| tidy(cpu.brand())),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
-            ram_total_bytes: total,
-            ram_free_bytes: free,
+            ram: system.as_ref().map(ram),
             disk_free_bytes: disk_free(runs),
         }
     }
 }
 
-/// One space between words: vendors pad their names.
-fn tidy(brand: &str) -> String {
-    brand.split_whitespace().collect::<Vec<_>>().join(" ")
+fn ram(system: &System) -> Ram {
+    let (total_bytes, free_bytes) = (system.total_memory(), system.available_memory());
+    match system.cgroup_limits() {
+        Some(limits) if limits.total_memory > 0 && limits.total_memory < total_bytes => {
+            Ram { total_bytes: limits.total_memory, free_bytes: limits.free_memory.min(free_bytes) }
+        }
+        _ => Ram { total_bytes, free_bytes },
+    }
+}
+
+/// One space between words: vendors pad their names. `None` when nothing is left.
+fn tidy(brand: &str) -> Option<String> {
+    let words: Vec<_> = brand.split_whitespace().collect();
+    (!words.is_empty()).then(|| words.join(" "))
 }
 
 /// Space on the disk that holds `folder`: the one with the longest mount point above it.
 fn disk_free(folder: &Path) -> Option<u64> {
     let existing = folder.ancestors().find(|ancestor| ancestor.exists())?.canonicalize().ok()?;
-    Disks::new_with_refreshed_list()
+    let disks = Disks::new_with_refreshed_list_specifics(DiskRefreshKind::nothing().with_storage()).ok()?;
+    let disk = disks
         .iter()
         .filter(|disk| existing.starts_with(disk.mount_point()))
-        .max_by_key(|disk| disk.mount_point().as_os_str().len())
-        .map(sysinfo::Disk::available_space)
+        .max_by_key(|disk| disk.mount_point().as_os_str().len())?;
+    Some(disk.available_space())
 }
 
 #[cfg(test)]
@@ -69,12 +80,14 @@ mod tests {
         let folder = tempfile::tempdir().expect("folder");
         let machine = Machine::read(&folder.path().join("not yet/there"));
         assert!(machine.cores >= 1);
-        assert!(machine.ram_total_bytes > 64 << 20, "{machine:?}");
-        assert!(machine.ram_free_bytes <= machine.ram_total_bytes, "{machine:?}");
+        if let Some(ram) = machine.ram {
+            assert!(ram.total_bytes > 64 << 20 && ram.free_bytes <= ram.total_bytes, "{machine:?}");
+        }
     }
 
     #[test]
     fn names_are_tidied() {
-        assert_eq!(tidy("Intel(R) Xeon(R)   CPU @ 2.1GHz  "), "Intel(R) Xeon(R) CPU @ 2.1GHz");
+        assert_eq!(tidy("Intel(R) Xeon(R)   CPU @ 2.1GHz  ").as_deref(), Some("Intel(R) Xeon(R) CPU @ 2.1GHz"));
+        assert_eq!(tidy("  "), None);
     }
 }

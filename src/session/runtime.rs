@@ -175,7 +175,7 @@ impl<T: Send + 'static> Task<T> {
             return Poll::Ended;
         }
         match self.result.try_recv() {
-            Err(TryRecvError::Empty) => return Poll::Running,
+            Err(TryRecvError::Empty) => Poll::Running,
             received => self.taken(received.ok()),
         }
     }
@@ -273,7 +273,9 @@ mod tests {
     #[test]
     fn a_result_is_handed_out_once_and_the_waker_is_called() {
         let (sender, woken) = mpsc::sync_channel(8);
-        let waker: Waker = Arc::new(move || drop(sender.try_send(())));
+        let waker: Waker = Arc::new(move || {
+            let _ = sender.try_send(());
+        });
         let mut task = Task::blocking(Some(waker), |control| {
             control.report("counting", 3, 4);
             Ok(Some(std::thread::current().name().map(str::to_owned)))
@@ -292,7 +294,7 @@ mod tests {
             while !control.stop().load(Ordering::Relaxed) {
                 std::thread::sleep(Duration::from_millis(1));
             }
-            drop(sender.send(()));
+            let _ = sender.send(());
             Ok(None)
         });
         drop(task);

