@@ -1,1 +1,7 @@
 //! File formats as bytes and tables: safetensors, GGUF, quantized blocks, PEFT configuration.
+
+pub mod blocks;
+pub mod gguf;
+pub mod gguf_value;
+pub mod gguf_write;
+pub mod mapped;

@@ -1,0 +1,275 @@
+//! Reading a `ModelConfig` from a Hugging Face `config.json`, in the spellings of Transformers 4 and 5.
+
+use std::path::Path;
+
+use anyhow::{Context as _, bail, ensure};
+use serde_json::{Map, Value};
+
+use super::config::{Architecture, ModelConfig, RopeScaling};
+use crate::base::error::Result;
+
+/// The object of config.json with typed access.
+struct Fields<'a>(&'a Map<String, Value>);
+
+impl<'a> Fields<'a> {
+    /// The value, with `null` counted as absent.
+    fn get(&self, key: &str) -> Option<&'a Value> {
+        self.0.get(key).filter(|v| !v.is_null())
+    }
+
+    fn usize(&self, key: &str) -> Result<Option<usize>> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        match value.as_u64().and_then(|v| usize::try_from(v).ok()) {
+            Some(v) => Ok(Some(v)),
+            None => bail!("{key} is {value}; expected a whole number"),
+        }
+    }
+
+    fn required(&self, key: &str) -> Result<usize> {
+        self.usize(key)?.with_context(|| format!("{key} is missing"))
+    }
+
+    fn f64(&self, key: &str) -> Result<Option<f64>> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        match value.as_f64() {
+            Some(v) => Ok(Some(v)),
+            None => bail!("{key} is {value}; expected a number"),
+        }
+    }
+
+    fn bool(&self, key: &str) -> Result<bool> {
+        match self.get(key) {
+            None => Ok(false),
+            Some(Value::Bool(b)) => Ok(*b),
+            Some(value) => bail!("{key} is {value}; expected true or false"),
+        }
+    }
+
+    fn string(&self, key: &str) -> Result<Option<&'a str>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(Value::String(s)) => Ok(Some(s)),
+            Some(value) => bail!("{key} is {value}; expected text"),
+        }
+    }
+
+    fn object(&self, key: &str) -> Result<Option<Fields<'a>>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(Value::Object(o)) if o.is_empty() => Ok(None),
+            Some(Value::Object(o)) => Ok(Some(Fields(o))),
+            Some(value) => bail!("{key} is {value}; expected an object"),
+        }
+    }
+
+    /// Token ids: a number, a list of numbers, or nothing. Negative ones (old files write −1) mean none.
+    fn token_ids(&self, key: &str) -> Result<Vec<u32>> {
+        let Some(value) = self.get(key) else { return Ok(Vec::new()) };
+        let items = match value {
+            Value::Array(items) => items.as_slice(),
+            one => std::slice::from_ref(one),
+        };
+        let mut ids = Vec::new();
+        for item in items {
+            let id = item.as_i64().with_context(|| format!("{key} is {value}; expected token ids"))?;
+            if id >= 0 {
+                ids.push(u32::try_from(id).with_context(|| format!("{key} is {value}; expected token ids"))?);
+            }
+        }
+        Ok(ids)
+    }
+}
+
+impl ModelConfig {
+    /// Read `config.json` of a Hugging Face model. `path` is the file or the folder that holds it; end tokens that only
+    /// `generation_config.json` beside it names are added.
+    ///
+    /// # Errors
+    /// When the file cannot be read, or as [`ModelConfig::from_hf_json`].
+    pub fn from_hf_path(path: &Path) -> Result<Self> {
+        let file = if path.is_dir() { path.join("config.json") } else { path.to_owned() };
+        let text = std::fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
+        let mut config = Self::from_hf_json(&text).with_context(|| format!("cannot use {}", file.display()))?;
+        let generation = file.with_file_name("generation_config.json");
+        if generation.is_file() {
+            let text = std::fs::read_to_string(&generation)
+                .with_context(|| format!("cannot read {}", generation.display()))?;
+            let ids = object(&text)
+                .and_then(|o| Fields(&o).token_ids("eos_token_id"))
+                .with_context(|| format!("cannot use {}", generation.display()))?;
+            for id in ids {
+                if !config.eos_token_ids.contains(&id) {
+                    config.eos_token_ids.push(id);
+                }
+            }
+        }
+        Ok(config)
+    }
+
+    /// Read the text of a `config.json`. Where a key is absent, the default of the family's configuration class in
+    /// Transformers holds.
+    ///
+    /// # Errors
+    /// When it is not JSON, a key is missing or wrong, or the model needs what the engine does not do: another
+    /// architecture, activation or rope type, quantized weights.
+    pub fn from_hf_json(text: &str) -> Result<Self> {
+        let object = object(text)?;
+        let f = Fields(&object);
+        let model_type =
+            f.string("model_type")?.context("model_type is missing: it is not the configuration of a model")?;
+        let architecture = Architecture::from_name(model_type)?;
+        if let Some(class) = f.get("architectures").and_then(|a| a.get(0)).and_then(Value::as_str)
+            && !class.ends_with("ForCausalLM")
+        {
+            bail!("architectures names {class}; Tandem trains causal language models ({})", architecture.class_name());
+        }
+        if let Some(q) = f.object("quantization_config")? {
+            let method = q.string("quant_method").ok().flatten().unwrap_or("an unnamed method");
+            bail!("the weights are stored quantized ({method}); use the unquantized model in f32, f16 or bf16");
+        }
+        if let Some(act) = f.string("hidden_act")?.filter(|a| !matches!(*a, "silu" | "swish")) {
+            bail!("hidden_act {act:?} is not supported (silu is)");
+        }
+
+        let hidden_size = f.required("hidden_size")?;
+        let num_attention_heads = f.required("num_attention_heads")?;
+        let num_key_value_heads = match f.usize("num_key_value_heads")? {
+            Some(n) => n,
+            None if f.0.contains_key("num_key_value_heads") => num_attention_heads,
+            None => match architecture {
+                Architecture::Llama => num_attention_heads,
+                Architecture::Mistral => 8,
+                Architecture::Qwen2 | Architecture::Qwen3 => 32,
+            },
+        };
+        let head_dim = match f.usize("head_dim")? {
+            Some(d) => d,
+            None if architecture == Architecture::Qwen3 && !f.0.contains_key("head_dim") => 128,
+            None => {
+                ensure!(
+                    num_attention_heads > 0 && hidden_size.is_multiple_of(num_attention_heads),
+                    "hidden_size ({hidden_size}) is not a multiple of num_attention_heads ({num_attention_heads}) and there is no head_dim"
+                );
+                hidden_size / num_attention_heads
+            }
+        };
+        let max_position_embeddings = f.usize("max_position_embeddings")?.unwrap_or(match architecture {
+            Architecture::Llama => 2048,
+            Architecture::Mistral => 131_072,
+            Architecture::Qwen2 | Architecture::Qwen3 => 32_768,
+        });
+        let (rope_theta, rope_scaling) = rope(&f, max_position_embeddings)?;
+        let num_hidden_layers = f.required("num_hidden_layers")?;
+        // Before one window a layer is allocated.
+        ensure!(num_hidden_layers <= 1024, "num_hidden_layers is {num_hidden_layers}; expected 1 to 1024");
+        let attention_bias = f.bool("attention_bias")?;
+        let (qkv_bias, o_bias) = match architecture {
+            Architecture::Llama | Architecture::Qwen3 => (attention_bias, attention_bias),
+            Architecture::Mistral => (false, false),
+            Architecture::Qwen2 => (true, false),
+        };
+        Self {
+            architecture,
+            vocab_size: f.required("vocab_size")?,
+            hidden_size,
+            intermediate_size: f.required("intermediate_size")?,
+            num_hidden_layers,
+            num_attention_heads,
+            num_key_value_heads,
+            head_dim,
+            rms_norm_eps: f.f64("rms_norm_eps")?.unwrap_or(1e-6),
+            rope_theta,
+            rope_scaling,
+            max_position_embeddings,
+            tie_word_embeddings: f.bool("tie_word_embeddings")?,
+            qkv_bias,
+            o_bias,
+            mlp_bias: architecture == Architecture::Llama && f.bool("mlp_bias")?,
+            qk_norm: architecture == Architecture::Qwen3,
+            sliding_window: sliding_window(&f, architecture, num_hidden_layers)?,
+            bos_token_id: f.token_ids("bos_token_id")?.first().copied(),
+            eos_token_ids: f.token_ids("eos_token_id")?,
+            pad_token_id: f.token_ids("pad_token_id")?.first().copied(),
+        }
+        .checked()
+    }
+}
+
+fn object(text: &str) -> Result<Map<String, Value>> {
+    match serde_json::from_str(text).context("it is not valid JSON")? {
+        Value::Object(o) => Ok(o),
+        _ => bail!("it is JSON, but not an object"),
+    }
+}
+
+/// Rotary base and scaling. Transformers 4 writes `rope_theta` and `rope_scaling`; 5 writes `rope_parameters` with both
+/// in it. As in Transformers, a `rope_scaling` that is there wins, and a theta inside the object wins.
+fn rope(f: &Fields<'_>, max_position_embeddings: usize) -> Result<(f64, RopeScaling)> {
+    let key = if f.object("rope_scaling")?.is_some() { "rope_scaling" } else { "rope_parameters" };
+    let theta = f.f64("rope_theta")?.unwrap_or(10_000.0);
+    let Some(p) = f.object(key)? else { return Ok((theta, RopeScaling::None)) };
+    if p.0.values().any(Value::is_object) {
+        bail!("{key} differs by layer type, which is not supported");
+    }
+    for (where_, fields) in [("", f), (key, &p)] {
+        if let Some(part) = fields.f64("partial_rotary_factor")?.filter(|v| *v != 1.0) {
+            bail!("partial_rotary_factor {part} {where_} is not supported (only 1 is)");
+        }
+    }
+    let theta = p.f64("rope_theta")?.unwrap_or(theta);
+    let kind = p.string("rope_type")?.or(p.string("type")?).unwrap_or("default");
+    let number = |name: &str| p.f64(name)?.with_context(|| format!("{key}: {name} is missing for rope type {kind}"));
+    let scaling = match kind {
+        "default" => RopeScaling::None,
+        "linear" => RopeScaling::Linear { factor: number("factor")? },
+        "llama3" => RopeScaling::Llama3 {
+            factor: number("factor")?,
+            low_freq_factor: number("low_freq_factor")?,
+            high_freq_factor: number("high_freq_factor")?,
+            original_max_position_embeddings: p
+                .usize("original_max_position_embeddings")?
+                .unwrap_or(max_position_embeddings),
+        },
+        other => bail!("rope type {other:?} is not supported (default, linear and llama3 are)"),
+    };
+    Ok((theta, scaling))
+}
+
+/// One window a layer, by the rules of each family in Transformers.
+fn sliding_window(f: &Fields<'_>, architecture: Architecture, num_layers: usize) -> Result<Vec<Option<usize>>> {
+    // Absent means the class default 4096; null and 0 mean none.
+    let window = if f.0.contains_key("sliding_window") { f.usize("sliding_window")? } else { Some(4096) };
+    let window = window.filter(|w| *w > 0);
+    match architecture {
+        Architecture::Llama => Ok(vec![None; num_layers]),
+        Architecture::Mistral => Ok(vec![window; num_layers]),
+        Architecture::Qwen2 | Architecture::Qwen3 => {
+            let window = if f.bool("use_sliding_window")? { window } else { None };
+            let Some(types) = f.get("layer_types") else {
+                let first = f.usize("max_window_layers")?.unwrap_or(28);
+                return Ok((0..num_layers).map(|layer| window.filter(|_| layer >= first)).collect());
+            };
+            let types = types.as_array().with_context(|| format!("layer_types is {types}; expected a list"))?;
+            ensure!(
+                types.len() == num_layers,
+                "layer_types has {} entries; num_hidden_layers is {num_layers}",
+                types.len()
+            );
+            types
+                .iter()
+                .map(|t| match t.as_str() {
+                    Some("full_attention") => Ok(None),
+                    Some("sliding_attention") if window.is_some() => Ok(window),
+                    Some("sliding_attention") => {
+                        bail!("layer_types asks for sliding_attention, but sliding_window or use_sliding_window is off")
+                    }
+                    _ => bail!("layer type {t} is not supported (full_attention and sliding_attention are)"),
+                })
+                .collect()
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "config_tests.rs"]
+mod tests;
