@@ -1,5 +1,6 @@
-//! What every floor needs: typed errors, folders, units, logging.
+//! What every floor needs: typed errors, folders, random numbers, units.
 
 pub mod error;
 pub mod paths;
+pub mod rng;
 pub mod units;
