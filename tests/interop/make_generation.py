@@ -13,7 +13,7 @@ QUESTION = "What is the capital of France?"
 MAX_NEW_TOKENS = 64
 
 tokenizer = smollm2.tokenizer()
-model = smollm2.load_model().eval()
+model = smollm2.load_gguf().eval()
 conversation = [{"role": "user", "content": QUESTION}]
 rendered, _ = render_jinja_template(
     conversations=[conversation], chat_template=smollm2.chat_template(), add_generation_prompt=True

@@ -52,15 +52,28 @@ def chat_template() -> str:
     return gguf.GGUFReader(gguf_path()).fields["tokenizer.chat_template"].contents()
 
 
-def load_model(folder: Path | None = None):
-    """The model in f32 through Transformers, from `folder` or, without one, dequantized from the GGUF file."""
+def load_gguf():
+    """The model in f32, dequantized by Transformers from the GGUF file."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    if folder is not None:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     path = gguf_path()
-    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    # Transformers marks the model as quantized and then refuses to save it; the weights are plain f32 already.
+    config = type(loaded.config).from_dict(
+        {key: value for key, value in loaded.config.to_dict().items() if key != "quantization_config"}
+    )
+    plain = type(loaded)(config).to(torch.float32)
+    plain.load_state_dict(loaded.state_dict())
+    return plain
+
+
+def load_folder(folder: Path):
+    """The model in f32 from a Hugging Face folder."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
 
 
 def save_hf_folder(folder: Path) -> None:
@@ -68,7 +81,7 @@ def save_hf_folder(folder: Path) -> None:
     if (folder / "config.json").is_file():
         return
     partial = folder.with_name(folder.name + ".partial")
-    load_model().save_pretrained(partial)
+    load_gguf().save_pretrained(partial)
     tokenizer().save(str(partial / "tokenizer.json"))
     (partial / "chat_template.jinja").write_text(chat_template())
     partial.rename(folder)
