@@ -109,7 +109,10 @@ impl GgufFile {
     pub fn to_f32(&self, name: &str) -> Result<Vec<f32>> {
         let tensor =
             self.tensor(name).with_context(|| format!("{} holds no tensor named {name}", self.path.display()))?;
-        let kind = tensor.kind.block_kind().with_context(|| unsupported_kind(&self.path, tensor))?;
+        let kind = tensor
+            .kind
+            .block_kind()
+            .with_context(|| format!("{}: tensor {name} {}", self.path.display(), unsupported_kind(tensor)))?;
         blocks::to_f32(kind, self.bytes(tensor), tensor.num_elements())
             .with_context(|| format!("{}: tensor {name}", self.path.display()))
     }
@@ -268,12 +271,10 @@ fn is_integer(kind: ValueKind) -> bool {
     kind.size().is_some() && !matches!(kind, ValueKind::F32 | ValueKind::F64 | ValueKind::Bool)
 }
 
-/// The message for a tensor whose kind Tandem does not convert.
-pub fn unsupported_kind(path: &Path, tensor: &GgufTensor) -> String {
+/// Why a tensor cannot be converted and what to use instead, to follow the tensor's name in a message.
+pub fn unsupported_kind(tensor: &GgufTensor) -> String {
     format!(
-        "{}: tensor {} is quantized as {}, which Tandem does not read; use the model's Hugging Face folder, or a GGUF file in F32, F16, BF16, Q8_0, Q4_0 or Q4_1",
-        path.display(),
-        tensor.name,
+        "is quantized as {}, which Tandem does not read; use the model's Hugging Face folder, or a GGUF file in F32, F16, BF16, Q8_0, Q4_0 or Q4_1",
         tensor.kind.name()
     )
 }

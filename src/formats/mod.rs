@@ -5,3 +5,4 @@ pub mod gguf;
 pub mod gguf_value;
 pub mod gguf_write;
 pub mod mapped;
+pub mod safetensors;

@@ -3,3 +3,4 @@
 pub mod config;
 pub mod config_gguf;
 pub mod config_hf;
+pub mod loading;

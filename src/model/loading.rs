@@ -1,0 +1,376 @@
+//! A model on disk, behind one door: Hugging Face folders and GGUF files give the same names, shapes and values.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, bail, ensure};
+use serde_json::Value;
+
+use super::config::{Architecture, ModelConfig};
+use super::config_gguf::{ROPE_FREQS, hf_name};
+use crate::base::error::Result;
+use crate::base::units;
+use crate::formats::blocks::BlockKind;
+use crate::formats::gguf::{GgufFile, unsupported_kind};
+use crate::formats::safetensors::SafetensorsFile;
+
+/// File of weights of a Hugging Face folder that has only one.
+pub const SINGLE_FILE: &str = "model.safetensors";
+/// Index of the weights of a Hugging Face folder that has several.
+pub const INDEX_FILE: &str = "model.safetensors.index.json";
+
+/// Where a weight is stored.
+#[derive(Debug, Clone)]
+struct Stored {
+    /// Which file, an index into the files of the source.
+    file: usize,
+    /// Its name in that file.
+    name: String,
+    /// Its element format.
+    kind: BlockKind,
+    /// Its bytes in that file.
+    num_bytes: u64,
+    /// Its shape, slowest dimension first.
+    shape: Vec<usize>,
+}
+
+#[derive(Debug)]
+enum Source {
+    Safetensors(Vec<SafetensorsFile>),
+    Gguf(Box<GgufFile>),
+}
+
+/// A model on disk whose configuration and tensor table have been read and checked: every weight the configuration asks
+/// for is there, with the right shape, in a format that can be read. The values stay on disk.
+#[derive(Debug)]
+pub struct Checkpoint {
+    path: PathBuf,
+    config: ModelConfig,
+    source: Source,
+    names: Vec<String>,
+    stored: HashMap<String, Stored>,
+    ignored: Vec<String>,
+}
+
+impl Checkpoint {
+    /// Open a Hugging Face folder (`config.json` and safetensors, one file or sharded) or a GGUF file.
+    ///
+    /// # Errors
+    /// When the path is neither, the model is not supported, a shard or a weight is missing, a file is truncated, or a
+    /// weight has another shape than the configuration says. Nothing large is allocated before that is known.
+    pub fn open(path: &Path) -> Result<Self> {
+        let meta = std::fs::metadata(path).with_context(|| format!("cannot open the model {}", path.display()))?;
+        if meta.is_dir() { Self::open_folder(path) } else { Self::open_gguf(path) }
+    }
+
+    fn open_folder(path: &Path) -> Result<Self> {
+        if !path.join("config.json").is_file() {
+            return Err(not_a_model_folder(path));
+        }
+        let config = ModelConfig::from_hf_path(path)?;
+        let (files, table) = safetensors_table(path)?;
+        let mut stored = HashMap::new();
+        let mut unreadable = HashMap::new();
+        for (name, file) in table {
+            let shard = &files[file];
+            let Some(info) = shard.info(&name) else {
+                bail!(
+                    "{} says that tensor {name} is in {}, but it is not; fetch the model again",
+                    path.join(INDEX_FILE).display(),
+                    shard.path().display()
+                );
+            };
+            match info.block_kind() {
+                Some(kind) => {
+                    let (num_bytes, shape) = (info.num_bytes() as u64, info.shape.clone());
+                    stored.insert(name.clone(), Stored { file, name, kind, num_bytes, shape });
+                }
+                None => {
+                    let why = format!("is stored as {}; Tandem reads F32, F16 and BF16 weights", info.dtype);
+                    unreadable.insert(name, why);
+                }
+            }
+        }
+        Self::checked(path, config, Source::Safetensors(files), stored, unreadable)
+    }
+
+    fn open_gguf(path: &Path) -> Result<Self> {
+        if path.extension().is_some_and(|e| e == "safetensors" || e == "bin" || e == "json") {
+            bail!(
+                "{} is one file of a model; choose the folder that holds it and config.json, or a GGUF file",
+                path.display()
+            );
+        }
+        let file = GgufFile::open(path)?;
+        let config = ModelConfig::from_gguf(&file)?;
+        let mut stored = HashMap::new();
+        let mut unreadable = HashMap::new();
+        for tensor in file.tensors().iter().filter(|t| t.name != ROPE_FREQS) {
+            let name = hf_name(&tensor.name).unwrap_or_else(|| tensor.name.clone());
+            match tensor.kind.block_kind() {
+                Some(kind) => {
+                    let (num_bytes, shape) = (tensor.num_bytes() as u64, tensor.shape.clone());
+                    let entry = Stored { file: 0, name: tensor.name.clone(), kind, num_bytes, shape };
+                    stored.insert(name, entry);
+                }
+                None => {
+                    unreadable.insert(name, unsupported_kind(tensor));
+                }
+            }
+        }
+        Self::checked(path, config, Source::Gguf(Box::new(file)), stored, unreadable)
+    }
+
+    /// Compare what is stored with what the configuration asks for.
+    fn checked(
+        path: &Path,
+        config: ModelConfig,
+        source: Source,
+        mut stored: HashMap<String, Stored>,
+        unreadable: HashMap<String, String>,
+    ) -> Result<Self> {
+        let mut names = Vec::new();
+        let mut missing = Vec::new();
+        for (name, shape) in config.expected_tensors() {
+            if let Some(why) = unreadable.get(&name) {
+                bail!("{}: tensor {name} {why}", path.display());
+            }
+            match stored.get(&name) {
+                None => missing.push(name),
+                Some(found) if found.shape != shape => bail!(
+                    "{}: tensor {name} has shape {:?}; the configuration asks for {shape:?}",
+                    path.display(),
+                    found.shape
+                ),
+                Some(_) => names.push(name),
+            }
+        }
+        if let Some(first) = missing.first() {
+            let others = missing.len() - 1;
+            let more = if others == 0 { String::new() } else { format!(" and {others} others") };
+            bail!(
+                "{}: tensor {first}{more} missing: the model does not match its configuration, or is incomplete; fetch it again",
+                path.display()
+            );
+        }
+        let wanted: HashSet<&String> = names.iter().collect();
+        let mut ignored: Vec<String> =
+            stored.keys().chain(unreadable.keys()).filter(|n| !wanted.contains(n)).cloned().collect();
+        ignored.sort();
+        stored.retain(|n, _| wanted.contains(n));
+        Ok(Self { path: path.to_owned(), config, source, names, stored, ignored })
+    }
+
+    /// The folder or file that was opened.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The model's configuration.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// Whether it is a GGUF file (else a Hugging Face folder).
+    pub fn is_gguf(&self) -> bool {
+        matches!(self.source, Source::Gguf(_))
+    }
+
+    /// Names of all weights in the order of computation, in Hugging Face's spelling. A tied head is not among them.
+    pub fn tensor_names(&self) -> &[String] {
+        &self.names
+    }
+
+    /// Stored tensors that the engine does not use, sorted; for example the copy of a tied head.
+    pub fn ignored_tensors(&self) -> &[String] {
+        &self.ignored
+    }
+
+    /// Shape of a weight, `[out, in]` for a matrix.
+    pub fn shape(&self, name: &str) -> Option<&[usize]> {
+        self.stored.get(name).map(|s| s.shape.as_slice())
+    }
+
+    /// Bytes that a weight takes on disk; 0 for one that is not there.
+    pub fn tensor_bytes(&self, name: &str) -> u64 {
+        self.stored.get(name).map_or(0, |s| s.num_bytes)
+    }
+
+    /// Bytes that all weights take on disk: the sum of [`Checkpoint::tensor_bytes`].
+    pub fn bytes_on_disk(&self) -> u64 {
+        self.stored.values().map(|s| s.num_bytes).sum()
+    }
+
+    /// Number of parameters; a tied head counts once.
+    pub fn num_parameters(&self) -> u64 {
+        self.config.num_parameters()
+    }
+
+    /// The values of a weight, row-major. The rows of q and k that llama.cpp reorders are put back.
+    ///
+    /// # Errors
+    /// When there is no such weight.
+    pub fn tensor_f32(&self, name: &str) -> Result<Vec<f32>> {
+        let stored = self
+            .stored
+            .get(name)
+            .with_context(|| format!("{}: the model has no tensor named {name}", self.path.display()))?;
+        match &self.source {
+            Source::Safetensors(files) => files[stored.file].to_f32(&stored.name),
+            Source::Gguf(file) => {
+                let values = file.to_f32(&stored.name)?;
+                Ok(match self.reordered_heads(name) {
+                    Some(heads) => halves_from_pairs(&values, heads, self.config.head_dim),
+                    None => values,
+                })
+            }
+        }
+    }
+
+    /// Number of heads of a weight whose rows llama.cpp reorders: q and k of the architecture it calls `llama`.
+    fn reordered_heads(&self, name: &str) -> Option<usize> {
+        if self.config.architecture != Architecture::Llama {
+            return None;
+        }
+        let module = name.rsplit_once('.')?.0;
+        if module.ends_with("q_proj") {
+            Some(self.config.num_attention_heads)
+        } else if module.ends_with("k_proj") {
+            Some(self.config.num_key_value_heads)
+        } else {
+            None
+        }
+    }
+
+    /// The element format that most bytes are stored in: `bf16`, `Q4_1` …
+    pub fn dtype_summary(&self) -> String {
+        let mut bytes: BTreeMap<&str, u64> = BTreeMap::new();
+        for s in self.stored.values() {
+            *bytes.entry(s.kind.name()).or_default() += s.num_bytes;
+        }
+        let most = bytes.into_iter().max_by_key(|(_, n)| *n).map_or("", |(name, _)| name);
+        if self.is_gguf() { most.to_owned() } else { most.to_lowercase() }
+    }
+
+    /// One line for people: `llama, 30 blocks, hidden size 576, 134,515,008 parameters, Q4_1 (93.80 MiB)`.
+    pub fn describe(&self) -> String {
+        format!(
+            "{}, {} blocks, hidden size {}, {} parameters, {} ({})",
+            self.config.architecture.name(),
+            self.config.num_hidden_layers,
+            self.config.hidden_size,
+            units::count(self.num_parameters()),
+            self.dtype_summary(),
+            units::bytes(self.bytes_on_disk())
+        )
+    }
+}
+
+/// The safetensors files of a folder, and which of them holds each tensor. As in Transformers, the single file wins over
+/// an index.
+fn safetensors_table(folder: &Path) -> Result<(Vec<SafetensorsFile>, BTreeMap<String, usize>)> {
+    let single = folder.join(SINGLE_FILE);
+    if single.is_file() {
+        let file = SafetensorsFile::open(&single)?;
+        let table = file.names().map(|n| (n.to_owned(), 0)).collect();
+        return Ok((vec![file], table));
+    }
+    let index = folder.join(INDEX_FILE);
+    if !index.is_file() {
+        return Err(no_weights(folder));
+    }
+    let map = weight_map(&index).with_context(|| format!("cannot use {}", index.display()))?;
+    let shards: Vec<String> = map.values().cloned().collect::<BTreeSet<_>>().into_iter().collect();
+    let missing: Vec<&str> = shards.iter().map(String::as_str).filter(|s| !folder.join(s).is_file()).collect();
+    if !missing.is_empty() {
+        bail!(
+            "{}: {} of {} weight files missing: {}; fetch the model again",
+            folder.display(),
+            missing.len(),
+            shards.len(),
+            missing.join(", ")
+        );
+    }
+    let files = shards.iter().map(|s| SafetensorsFile::open(&folder.join(s))).collect::<Result<Vec<_>>>()?;
+    let number: HashMap<&String, usize> = shards.iter().enumerate().map(|(i, s)| (s, i)).collect();
+    let table = map.iter().filter_map(|(name, shard)| Some((name.clone(), *number.get(shard)?))).collect();
+    Ok((files, table))
+}
+
+/// Tensor name to shard name, from the text of an index.
+fn weight_map(index: &Path) -> Result<BTreeMap<String, String>> {
+    let json: Value = serde_json::from_str(&std::fs::read_to_string(index)?).context("it is not valid JSON")?;
+    let map = json.get("weight_map").and_then(Value::as_object).context("weight_map is missing")?;
+    map.iter()
+        .map(|(name, shard)| {
+            let shard = shard.as_str().with_context(|| format!("weight_map: {name} is not the name of a file"))?;
+            // A shard lies beside its index: no path may lead out of the folder.
+            let plain = Path::new(shard).file_name().is_some_and(|f| f == shard);
+            ensure!(plain, "weight_map: {shard:?} is not the plain name of a file");
+            Ok((name.clone(), shard.to_owned()))
+        })
+        .collect()
+}
+
+/// Names of the folder's files that `wanted` accepts, sorted.
+fn files_where(folder: &Path, wanted: impl Fn(&str) -> bool) -> Vec<String> {
+    let mut found: Vec<String> = std::fs::read_dir(folder)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter_map(|e| e.file_name().into_string().ok())
+        .filter(|n| wanted(n))
+        .collect();
+    found.sort();
+    found
+}
+
+/// Why a folder without config.json is no model, and what to choose instead.
+fn not_a_model_folder(folder: &Path) -> anyhow::Error {
+    let name = folder.display();
+    if folder.join("adapter_config.json").is_file() {
+        return anyhow::anyhow!("{name} holds an adapter, not a model; choose the model it was trained on");
+    }
+    match files_where(folder, |n| n.ends_with(".gguf")).first() {
+        Some(gguf) => {
+            anyhow::anyhow!("{name} has no config.json; choose its GGUF file itself: {}", folder.join(gguf).display())
+        }
+        None => anyhow::anyhow!(
+            "{name} has no config.json: choose a Hugging Face model folder (config.json and {SINGLE_FILE}) or a GGUF file"
+        ),
+    }
+}
+
+/// Why a folder with config.json has no weights that can be read.
+fn no_weights(folder: &Path) -> anyhow::Error {
+    let name = folder.display();
+    let pickled = files_where(folder, |n| n.starts_with("pytorch_model") && n.ends_with(".bin"));
+    if let Some(first) = pickled.first() {
+        return anyhow::anyhow!(
+            "{name} holds its weights as {first}, a format that can run code when it is opened, so Tandem does not read it; \
+             take a version with {SINGLE_FILE}, or convert it in Python: \
+             AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        );
+    }
+    anyhow::anyhow!("{name} has neither {SINGLE_FILE} nor {INDEX_FILE}; fetch the model again")
+}
+
+/// Undo llama.cpp's order of rotary rows. Its files pair neighbouring rows (2j, 2j+1) of a head; Hugging Face pairs row j
+/// with row j + head_dim/2. `values` is [heads · head_dim, …] row-major.
+fn halves_from_pairs(values: &[f32], heads: usize, head_dim: usize) -> Vec<f32> {
+    let row = values.len() / (heads * head_dim);
+    let mut out = Vec::with_capacity(values.len());
+    for head in values.chunks_exact(row * head_dim) {
+        for half in 0..2 {
+            for j in 0..head_dim / 2 {
+                let from = (2 * j + half) * row;
+                out.extend_from_slice(&head[from..from + row]);
+            }
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+#[path = "loading_tests.rs"]
+mod tests;
