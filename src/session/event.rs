@@ -101,6 +101,8 @@ pub enum RunEvent {
     },
     /// A held-out evaluation.
     Eval(EvalReport),
+    /// The run was told to stop; it saves and ends.
+    Stopping,
     /// The adapter (or the model, for full fine-tuning) was written.
     Saved {
         /// Step it holds.

@@ -2,10 +2,16 @@
 
 pub mod config;
 pub mod event;
+mod event_sink;
+pub mod handle;
 pub mod machine;
 pub mod recent;
+pub mod run_folder;
+pub mod run_view;
+pub mod runs;
 pub mod runtime;
 pub mod starter;
+pub mod store;
 
 pub use crate::data::options::{LayoutChoice, Overlong, TrainOn};
 pub use crate::tensor::memory::{CategoryBytes, MemoryCategory, MemoryReport};
