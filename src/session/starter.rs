@@ -16,8 +16,7 @@ use super::runtime::{Task, Waker};
 use crate::base::error::Result;
 use crate::base::{paths, units};
 
-/// What stands for the starter in `[model] path` and `[data] path`.
-pub const STARTER: &str = "starter";
+pub use super::config::STARTER;
 
 /// A file inside a wheel of the Python package index, pinned.
 #[derive(Debug, Clone, Copy)]
