@@ -52,13 +52,13 @@ impl EventSink {
         let mut inner = self.lock();
         let unix_ms = unix_ms();
         if let Some(text) = inner.new_trouble() {
-            inner.to_view(TimedEvent { unix_ms, event: RunEvent::Note { level: NoteLevel::Error, text } });
+            inner.show(TimedEvent { unix_ms, event: RunEvent::Note { level: NoteLevel::Error, text } });
         }
         let event = TimedEvent { unix_ms, event };
         if let Some(store) = &inner.store {
             store.push(event.clone());
         }
-        inner.to_view(event);
+        inner.show(event);
         inner.wake();
     }
 
@@ -88,7 +88,7 @@ impl EventSink {
 
 impl Inner {
     /// Hands an event to the view, or counts it when the view does not keep up; the store has it in any case.
-    fn to_view(&mut self, event: TimedEvent) {
+    fn show(&mut self, event: TimedEvent) {
         if self.missed > 0 {
             let text = format!(
                 "{} events were not shown here: this view did not keep up; the run folder has them",

@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
+use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
@@ -98,10 +98,7 @@ impl RunHandle {
 
     /// Takes the next event, waiting for it at most for `patience`; `None` when none came.
     pub fn next_event(&self, patience: Duration) -> Option<TimedEvent> {
-        match self.events.recv_timeout(patience) {
-            Ok(event) => Some(event),
-            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => None,
-        }
+        self.events.recv_timeout(patience).ok()
     }
 
     /// Whether the run's thread has ended; its last events may still wait to be drained.
