@@ -1,1 +1,58 @@
 //! Layers made of operations: linear with adapters, attention, MLP, norm, embedding, head.
+//!
+//! A layer holds the ids of its parameters, not their values. `forward` returns what `backward` needs; `backward` consumes it.
+
+pub mod attention;
+pub mod embedding;
+pub mod head;
+pub mod linear;
+pub mod mlp;
+pub mod norm;
+pub mod parameter;
+
+use crate::ops::dropout::DropoutKey;
+use crate::tensor::{Device, MemoryCategory, Tensor};
+use parameter::Params;
+
+/// What every layer needs to run: the device, the parameters' values, and the state of dropout.
+#[derive(Debug, Clone, Copy)]
+pub struct Context<'a> {
+    /// Device that holds the parameters.
+    pub device: &'a Device,
+    /// Values of all parameters.
+    pub params: &'a Params,
+    /// Dropout of this micro-batch; `None` in evaluation.
+    pub dropout: Option<DropoutState>,
+}
+
+/// What the dropout masks of one micro-batch depend on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DropoutState {
+    /// Seed of the run.
+    pub seed: u64,
+    /// Number of the step.
+    pub step: u64,
+    /// Number of the micro-batch in its step.
+    pub micro_batch: u32,
+}
+
+impl DropoutState {
+    /// The key of one layer's mask. The parts have their own bits, so that no two masks of a run share a stream
+    /// (2²⁸ steps of 2¹⁶ micro-batches over 2²⁰ layers).
+    pub fn key(self, layer: u32) -> DropoutKey {
+        let stream = (self.step << 36) | (u64::from(self.micro_batch & 0xFFFF) << 20) | u64::from(layer & 0xF_FFFF);
+        DropoutKey { seed: self.seed, stream }
+    }
+}
+
+impl Context<'_> {
+    /// A tensor that lives no longer than a block's pass; its values are not set.
+    pub fn scratch(&self, shape: &[usize]) -> Tensor {
+        self.device.empty(MemoryCategory::Workspace, shape)
+    }
+
+    /// A tensor that is kept for the backward pass; its values are not set.
+    pub fn saved(&self, shape: &[usize]) -> Tensor {
+        self.device.empty(MemoryCategory::Activations, shape)
+    }
+}

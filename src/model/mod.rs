@@ -1,6 +1,13 @@
 //! The transformer: configuration, blocks, named parameters, loading, generation.
 
+pub mod batch;
+pub mod block;
 pub mod config;
 pub mod config_gguf;
 pub mod config_hf;
+pub mod generate;
 pub mod loading;
+pub mod lora;
+pub mod policy;
+pub mod rotary;
+pub mod transformer;

@@ -1,5 +1,8 @@
 //! Memory accounting: every allocation belongs to a category, and every category has a now and a peak.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use serde::{Deserialize, Serialize};
 
 /// What an allocation is for.
@@ -74,4 +77,95 @@ pub struct MemoryReport {
     pub peak_bytes: u64,
     /// Resident memory of the process as the system reports it, when it does.
     pub process_bytes: Option<u64>,
+}
+
+/// Live counters behind [`MemoryReport`]; shared by everything that allocates on one device.
+#[derive(Debug, Default)]
+pub struct Ledger {
+    now: [AtomicU64; MemoryCategory::ALL.len()],
+    peak: [AtomicU64; MemoryCategory::ALL.len()],
+    total_now: AtomicU64,
+    total_peak: AtomicU64,
+}
+
+impl Ledger {
+    /// Books `bytes` under `category` until the returned charge is dropped.
+    pub fn charge(self: &Arc<Self>, category: MemoryCategory, bytes: u64) -> Charge {
+        let i = category as usize;
+        let now = self.now[i].fetch_add(bytes, Ordering::Relaxed) + bytes;
+        self.peak[i].fetch_max(now, Ordering::Relaxed);
+        let total = self.total_now.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        self.total_peak.fetch_max(total, Ordering::Relaxed);
+        Charge { ledger: Arc::clone(self), category, bytes }
+    }
+
+    /// The counters as they stand.
+    pub fn report(&self) -> MemoryReport {
+        let categories = MemoryCategory::ALL
+            .into_iter()
+            .map(|category| CategoryBytes {
+                category,
+                now_bytes: self.now[category as usize].load(Ordering::Relaxed),
+                peak_bytes: self.peak[category as usize].load(Ordering::Relaxed),
+            })
+            .collect();
+        MemoryReport {
+            categories,
+            now_bytes: self.total_now.load(Ordering::Relaxed),
+            peak_bytes: self.total_peak.load(Ordering::Relaxed),
+            process_bytes: process_bytes(),
+        }
+    }
+}
+
+/// Bytes booked in a [`Ledger`]; dropping it takes them off again.
+#[derive(Debug)]
+pub struct Charge {
+    ledger: Arc<Ledger>,
+    category: MemoryCategory,
+    bytes: u64,
+}
+
+impl Charge {
+    /// What the bytes are for.
+    pub fn category(&self) -> MemoryCategory {
+        self.category
+    }
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        self.ledger.now[self.category as usize].fetch_sub(self.bytes, Ordering::Relaxed);
+        self.ledger.total_now.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+/// Resident memory of this process, where the system says it (Linux: second field of `/proc/self/statm`, in pages).
+fn process_bytes() -> Option<u64> {
+    let statm = std::fs::read_to_string("/proc/self/statm").ok()?;
+    let pages: u64 = statm.split_ascii_whitespace().nth(1)?.parse().ok()?;
+    Some(pages * 4096)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn peak_of_the_sum_is_not_the_sum_of_peaks() {
+        let ledger = Arc::new(Ledger::default());
+        let a = ledger.charge(MemoryCategory::Weights, 100);
+        drop(a);
+        let b = ledger.charge(MemoryCategory::Adapters, 40);
+        let report = ledger.report();
+        assert_eq!((report.now_bytes, report.peak_bytes), (40, 100));
+        let weights = report
+            .categories
+            .iter()
+            .find(|c| c.category == MemoryCategory::Weights)
+            .map(|c| (c.now_bytes, c.peak_bytes));
+        assert_eq!(weights, Some((0, 100)));
+        drop(b);
+        assert_eq!(ledger.report().now_bytes, 0);
+    }
 }

@@ -1,4 +1,15 @@
 //! Devices, tensors, memory accounting by category, copy lanes and events, phase clock.
 
+pub mod clock;
+pub mod device;
+pub mod dtype;
+pub mod lane;
 pub mod memory;
 pub mod phase;
+
+mod storage;
+
+pub use device::{CpuDevice, CudaDevice, Device};
+pub use dtype::Precision;
+pub use memory::MemoryCategory;
+pub use storage::{Indices, Tensor};

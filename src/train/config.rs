@@ -4,6 +4,9 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+pub use crate::model::policy::Activations;
+pub use crate::tensor::dtype::Precision;
+
 /// Which parameters train.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -100,28 +103,6 @@ impl Default for OptimizerConfig {
             warmup_steps: 0,
         }
     }
-}
-
-/// What a block keeps between its forward and its backward pass.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Activations {
-    /// Everything the backward pass needs: most memory, no extra work.
-    Keep,
-    /// The block's input only; the rest is computed again.
-    #[default]
-    Recompute,
-}
-
-/// Arithmetic of the CPU engine.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Precision {
-    /// 32-bit floats.
-    #[default]
-    F32,
-    /// 32-bit floats rounded to bf16 wherever Transformers would store bf16.
-    Bf16,
 }
 
 /// Where to train.

@@ -1,0 +1,114 @@
+//! The head: final norm, output projection and cross-entropy, over supervised rows only and in chunks.
+//!
+//! Gradients are made in the forward pass: a chunk's logits turn into their own gradient in place, so [tokens, vocabulary] is never held.
+
+use super::Context;
+use super::norm::RmsNorm;
+use super::parameter::{Grads, ParamId};
+use crate::ops::{cross_entropy, elementwise, matmul};
+use crate::tensor::{Indices, MemoryCategory, Tensor};
+
+/// Logits held at one time: 64 MiB of f32.
+const CHUNK_VALUES: usize = 16 << 20;
+
+/// Final norm and output projection.
+#[derive(Debug, Clone, Copy)]
+pub struct Head {
+    /// Final norm.
+    pub norm: RmsNorm,
+    /// Output projection [vocabulary, hidden]; the embedding's table when they are tied.
+    pub weight: ParamId,
+}
+
+/// Rows that have a target.
+#[derive(Debug, Clone, Copy)]
+pub struct Supervised<'a> {
+    /// Their numbers in the batch [R].
+    pub rows: &'a Indices,
+    /// Their targets [R].
+    pub targets: &'a [i32],
+}
+
+impl Head {
+    /// Loss of each supervised row [R] in nats, without gradients.
+    pub fn losses(&self, ctx: &Context<'_>, x: &Tensor, supervised: Supervised<'_>) -> Vec<f32> {
+        let x = gather(ctx, x, supervised.rows);
+        let mut h = ctx.scratch(x.shape());
+        self.norm.forward(ctx, &x, &mut h);
+        let mut losses = vec![0.0; supervised.targets.len()];
+        self.for_each_chunk(ctx, &h, |first, _, mut logits| {
+            let range = first..first + logits.rows();
+            let (targets, losses) = (&supervised.targets[range.clone()], &mut losses[range]);
+            cross_entropy::forward_backward_in_place(ctx.device, &mut logits, targets, None, losses);
+        });
+        losses
+    }
+
+    /// Sum of the losses of the supervised rows, and its gradient times `weight`: `dx` [T, hidden] assigned, parameters accumulate.
+    pub fn forward_backward(
+        &self,
+        ctx: &Context<'_>,
+        grads: &mut Grads,
+        x: &Tensor,
+        supervised: Supervised<'_>,
+        weight: f32,
+    ) -> (f64, Tensor) {
+        let mut dx = ctx.scratch(x.shape());
+        let x = gather(ctx, x, supervised.rows);
+        let mut h = ctx.scratch(x.shape());
+        let rstd = self.norm.forward(ctx, &x, &mut h);
+        let mut dh = ctx.scratch(x.shape());
+        let mut losses = vec![0.0; supervised.targets.len()];
+        self.for_each_chunk(ctx, &h, |first, h_chunk, mut logits| {
+            let rows = logits.rows();
+            let (targets, losses) = (&supervised.targets[first..first + rows], &mut losses[first..first + rows]);
+            cross_entropy::forward_backward_in_place(ctx.device, &mut logits, targets, Some(weight), losses);
+            let mut dh_chunk = ctx.scratch(h_chunk.shape());
+            matmul::nn(ctx.device, 1.0, &logits, ctx.params.value(self.weight), 0.0, &mut dh_chunk);
+            elementwise::round(ctx.device, &mut dh_chunk);
+            let width = dh.cols();
+            dh.f32s_mut()[first * width..][..rows * width].copy_from_slice(dh_chunk.f32s());
+            if let Some(dweight) = grads.get_mut(self.weight) {
+                matmul::tn(ctx.device, 1.0, &logits, h_chunk, 1.0, dweight);
+            }
+        });
+        let mut dx_rows = ctx.scratch(x.shape());
+        self.norm.backward(ctx, grads, &x, &rstd, &dh, false, &mut dx_rows);
+        elementwise::scatter_rows(ctx.device, &dx_rows, supervised.rows, &mut dx);
+        (losses.iter().map(|&loss| f64::from(loss)).sum(), dx)
+    }
+
+    /// Logits [R, vocabulary] of the given rows of `x`.
+    pub fn logits(&self, ctx: &Context<'_>, x: &Tensor, rows: &Indices) -> Tensor {
+        let x = gather(ctx, x, rows);
+        let mut h = ctx.scratch(x.shape());
+        self.norm.forward(ctx, &x, &mut h);
+        let weight = ctx.params.value(self.weight);
+        let mut logits = ctx.device.empty(MemoryCategory::Workspace, &[h.rows(), weight.rows()]);
+        matmul::nt(ctx.device, 1.0, &h, weight, 0.0, &mut logits);
+        elementwise::round(ctx.device, &mut logits);
+        logits
+    }
+
+    /// Calls `f(first row, rows of h, their logits)` for runs of rows of `h` [R, hidden].
+    fn for_each_chunk(&self, ctx: &Context<'_>, h: &Tensor, mut f: impl FnMut(usize, &Tensor, Tensor)) {
+        let weight = ctx.params.value(self.weight);
+        let (vocab, width) = (weight.rows(), h.cols());
+        let chunk_rows = (CHUNK_VALUES / vocab).max(1);
+        for first in (0..h.rows()).step_by(chunk_rows) {
+            let rows = chunk_rows.min(h.rows() - first);
+            let mut h_chunk = ctx.scratch(&[rows, width]);
+            h_chunk.f32s_mut().copy_from_slice(&h.f32s()[first * width..][..rows * width]);
+            let mut logits = ctx.scratch(&[rows, vocab]);
+            matmul::nt(ctx.device, 1.0, &h_chunk, weight, 0.0, &mut logits);
+            elementwise::round(ctx.device, &mut logits);
+            f(first, &h_chunk, logits);
+        }
+    }
+}
+
+fn gather(ctx: &Context<'_>, x: &Tensor, rows: &Indices) -> Tensor {
+    let mut y = ctx.scratch(&[rows.len(), x.cols()]);
+    elementwise::gather_rows(ctx.device, x, rows, &mut y);
+    y
+}

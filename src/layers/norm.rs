@@ -1,0 +1,42 @@
+//! RMSNorm as a layer.
+
+use super::Context;
+use super::parameter::{Grads, ParamId};
+use crate::ops::rms_norm;
+use crate::tensor::Tensor;
+
+/// RMSNorm over `width` values.
+#[derive(Debug, Clone, Copy)]
+pub struct RmsNorm {
+    /// Weight [width].
+    pub weight: ParamId,
+    /// Added to the mean square.
+    pub eps: f32,
+    /// Values a norm runs over: the hidden size, or the head size for the norms of q and k.
+    pub width: usize,
+}
+
+impl RmsNorm {
+    /// `x` → `y`, same shape, and `rstd` [values / width] for the backward pass.
+    pub fn forward(&self, ctx: &Context<'_>, x: &Tensor, y: &mut Tensor) -> Tensor {
+        let mut rstd = ctx.saved(&[x.len() / self.width]);
+        rms_norm::forward(ctx.device, x, ctx.params.value(self.weight), self.eps, y, &mut rstd);
+        rstd
+    }
+
+    /// Backward of [`RmsNorm::forward`]: `dx` assigned, or added to with `accumulate`.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one formula")]
+    pub fn backward(
+        &self,
+        ctx: &Context<'_>,
+        grads: &mut Grads,
+        x: &Tensor,
+        rstd: &Tensor,
+        dy: &Tensor,
+        accumulate: bool,
+        dx: &mut Tensor,
+    ) {
+        let (weight, dweight) = (ctx.params.value(self.weight), grads.get_mut(self.weight));
+        rms_norm::backward(ctx.device, dy, x, weight, rstd, accumulate, dx, dweight);
+    }
+}

@@ -1,0 +1,36 @@
+//! Greedy generation, for checking a model: each token runs the whole text again, so it is meant for short answers.
+
+use std::sync::atomic::AtomicBool;
+
+use anyhow::{Context as _, ensure};
+
+use super::batch::{BatchSlices, DeviceBatch};
+use super::transformer::Transformer;
+use crate::base::error::Result;
+
+/// Continues `prompt_ids` with the likeliest token each time, for at most `max_new_tokens` tokens or until one of `stop_ids`,
+/// which is not part of the answer.
+///
+/// # Errors
+/// When the prompt is empty or holds a token outside the vocabulary.
+pub fn greedy(model: &Transformer, prompt_ids: &[i32], max_new_tokens: usize, stop_ids: &[i32]) -> Result<Vec<i32>> {
+    ensure!(!prompt_ids.is_empty(), "an empty prompt has nothing to continue");
+    let mut ids = prompt_ids.to_vec();
+    for _ in 0..max_new_tokens {
+        let position_ids: Vec<i32> = (0..ids.len() as i32).collect();
+        let cu_seqlens = [0, ids.len() as i32];
+        let slices = BatchSlices { input_ids: &ids, labels: &[], position_ids: &position_ids, cu_seqlens: &cu_seqlens };
+        let batch = DeviceBatch::new(model.device(), slices, model.config().vocab_size)?;
+        let last = [ids.len() as i32 - 1];
+        let logits = model.logits(&batch, &last, &AtomicBool::new(false)).context("generation was stopped")?;
+        let best = logits.f32s().iter().enumerate().fold((0, f32::NEG_INFINITY), |best, (id, &logit)| {
+            if logit > best.1 { (id, logit) } else { best }
+        });
+        let id = best.0 as i32;
+        if stop_ids.contains(&id) {
+            break;
+        }
+        ids.push(id);
+    }
+    Ok(ids.split_off(prompt_ids.len()))
+}

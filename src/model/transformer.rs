@@ -1,0 +1,309 @@
+//! The model: parameters, and the passes over one packed batch. Stop 6 of the walk.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::batch::{DeviceBatch, SequenceMetadata};
+use super::block::{Block, BlockSaved};
+use super::config::ModelConfig;
+use super::loading::Checkpoint;
+use super::policy::Activations;
+use super::rotary;
+use crate::base::error::Result;
+use crate::layers::attention::Attention;
+use crate::layers::embedding::Embedding;
+use crate::layers::head::{Head, Supervised};
+use crate::layers::linear::Linear;
+use crate::layers::mlp::Mlp;
+use crate::layers::norm::RmsNorm;
+use crate::layers::parameter::{Grads, ParamId, Parameter, Params};
+use crate::layers::{Context, DropoutState};
+use crate::ops::attention::AttentionShape;
+use crate::ops::rope::RopeTable;
+use crate::tensor::phase::{Pass, Phase};
+use crate::tensor::{Device, MemoryCategory, Tensor};
+
+/// A dense decoder-only transformer on one device.
+#[derive(Debug)]
+pub struct Transformer {
+    pub(super) device: Device,
+    pub(super) config: ModelConfig,
+    pub(super) params: Params,
+    pub(super) embed_tokens: Embedding,
+    pub(super) blocks: Vec<Block>,
+    pub(super) head: Head,
+    inv_freq: Vec<f32>,
+    /// Grown when a batch has a longer document; shared by the batches that use it.
+    rope: Mutex<Option<Arc<RopeTable>>>,
+}
+
+/// What a training pass over one micro-batch needs besides the batch.
+#[derive(Debug, Clone, Copy)]
+pub struct PassOptions<'a> {
+    /// Factor on the gradient of each supervised token: 1 / supervised tokens of the whole step.
+    pub weight: f32,
+    /// What blocks keep.
+    pub activations: Activations,
+    /// Dropout of this micro-batch.
+    pub dropout: Option<DropoutState>,
+    /// Raised to stop between blocks.
+    pub stop: &'a AtomicBool,
+}
+
+/// What a block left for its backward pass.
+struct Kept {
+    x: Tensor,
+    saved: Option<BlockSaved>,
+}
+
+impl Transformer {
+    /// Loads a model's weights onto `device`. `progress` gets bytes done and bytes in all (as f32).
+    ///
+    /// # Errors
+    /// When a tensor cannot be read.
+    pub fn load(checkpoint: &Checkpoint, device: &Device, progress: &mut dyn FnMut(u64, u64)) -> Result<Self> {
+        let config = checkpoint.config().clone();
+        let mut builder = Builder {
+            checkpoint,
+            device,
+            progress,
+            params: Params::default(),
+            done_bytes: 0,
+            total_bytes: checkpoint.num_parameters() * 4,
+        };
+        let embed_tokens = Embedding { weight: builder.parameter("model.embed_tokens.weight")? };
+        let blocks = (0..config.num_hidden_layers).map(|i| builder.block(&config, i)).collect::<Result<Vec<_>>>()?;
+        let norm = builder.norm("model.norm", &config, config.hidden_size)?;
+        let weight =
+            if config.tie_word_embeddings { embed_tokens.weight } else { builder.parameter("lm_head.weight")? };
+        let params = builder.params;
+        let inv_freq = rotary::inv_freq(&config);
+        let head = Head { norm, weight };
+        Ok(Self {
+            device: device.clone(),
+            config,
+            params,
+            embed_tokens,
+            blocks,
+            head,
+            inv_freq,
+            rope: Mutex::default(),
+        })
+    }
+
+    /// The model's configuration.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// The device that holds it.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// All parameters.
+    pub fn params(&self) -> &Params {
+        &self.params
+    }
+
+    /// All parameters, to update.
+    pub fn params_mut(&mut self) -> &mut Params {
+        &mut self.params
+    }
+
+    /// Makes every base parameter trainable (full fine-tuning).
+    pub fn train_everything(&mut self) {
+        self.params.iter_mut().for_each(|(_, p)| p.trainable = true);
+    }
+
+    /// Forward and backward over one micro-batch: returns the sum of its token losses and adds to `grads`; `None` when stopped on the way.
+    pub fn forward_backward(&self, grads: &mut Grads, batch: &DeviceBatch, options: PassOptions<'_>) -> Option<f64> {
+        self.device.run(|| self.forward_backward_here(grads, batch, options))
+    }
+
+    fn forward_backward_here(&self, grads: &mut Grads, batch: &DeviceBatch, options: PassOptions<'_>) -> Option<f64> {
+        let ctx = self.context(options.dropout);
+        let clock = self.device.clock();
+        let metadata = self.metadata(batch);
+        let stopped = || options.stop.load(Ordering::Relaxed);
+        let first = self.first_trained_block();
+        let mut x = {
+            let _phase = clock.enter(Phase::HeadLoss, Pass::Forward, None);
+            self.embed_tokens.forward(&ctx, &batch.input_ids)
+        };
+        let mut kept = Vec::with_capacity(self.blocks.len() - first);
+        for (i, block) in self.blocks.iter().enumerate() {
+            if stopped() {
+                return None;
+            }
+            let (out, saved) = block.forward(&ctx, batch, &metadata, &x);
+            let input = std::mem::replace(&mut x, out);
+            if i >= first {
+                let saved = (options.activations == Activations::Keep).then_some(saved);
+                kept.push(Kept { x: input, saved });
+            }
+        }
+        let supervised = Supervised { rows: &batch.rows, targets: &batch.targets };
+        let (loss_sum, mut dx) = {
+            let _phase = clock.enter(Phase::HeadLoss, Pass::Forward, None);
+            self.head.forward_backward(&ctx, grads, &x, supervised, options.weight)
+        };
+        drop(x);
+        let embedding_trains = self.params.is_trainable(self.embed_tokens.weight);
+        for block in self.blocks[first..].iter().rev() {
+            if stopped() {
+                return None;
+            }
+            let Kept { x, saved } = kept.pop()?;
+            let saved = saved.unwrap_or_else(|| {
+                let _phase = clock.enter(Phase::Recompute, Pass::Backward, Some(block.index));
+                block.recompute(&ctx, batch, &metadata, &x)
+            });
+            let need_dx = embedding_trains || block.index as usize > first;
+            dx = block.backward(&ctx, grads, batch, &metadata, &x, saved, dx, need_dx);
+        }
+        if embedding_trains {
+            let _phase = clock.enter(Phase::HeadLoss, Pass::Backward, None);
+            self.embed_tokens.backward(&ctx, grads, &batch.input_ids, &dx);
+        }
+        Some(loss_sum)
+    }
+
+    /// Loss in nats of each supervised row of a batch, in the order of the rows; `None` when stopped on the way.
+    pub fn losses(&self, batch: &DeviceBatch, stop: &AtomicBool) -> Option<Vec<f32>> {
+        self.device.run(|| {
+            let ctx = self.context(None);
+            let x = self.hidden(&ctx, batch, stop)?;
+            let _phase = self.device.clock().enter(Phase::HeadLoss, Pass::Forward, None);
+            Some(self.head.losses(&ctx, &x, Supervised { rows: &batch.rows, targets: &batch.targets }))
+        })
+    }
+
+    /// Logits [rows, vocabulary] of the given rows of a batch; `None` when stopped on the way.
+    pub fn logits(&self, batch: &DeviceBatch, rows: &[i32], stop: &AtomicBool) -> Option<Tensor> {
+        let rows = self.device.indices(MemoryCategory::Metadata, rows.to_vec());
+        self.device.run(|| {
+            let ctx = self.context(None);
+            let x = self.hidden(&ctx, batch, stop)?;
+            Some(self.head.logits(&ctx, &x, &rows))
+        })
+    }
+
+    /// Output of the last block [T, hidden], keeping nothing.
+    fn hidden(&self, ctx: &Context<'_>, batch: &DeviceBatch, stop: &AtomicBool) -> Option<Tensor> {
+        let metadata = self.metadata(batch);
+        let mut x = self.embed_tokens.forward(ctx, &batch.input_ids);
+        for block in &self.blocks {
+            if stop.load(Ordering::Relaxed) {
+                return None;
+            }
+            x = block.forward(ctx, batch, &metadata, &x).0;
+        }
+        Some(x)
+    }
+
+    fn context(&self, dropout: Option<DropoutState>) -> Context<'_> {
+        Context { device: &self.device, params: &self.params, dropout }
+    }
+
+    fn metadata(&self, batch: &DeviceBatch) -> SequenceMetadata {
+        let _phase = self.device.clock().enter(Phase::Metadata, Pass::Forward, None);
+        let rope = {
+            let mut rope = self.rope.lock().unwrap_or_else(PoisonError::into_inner);
+            match rope.as_ref().filter(|table| table.num_positions() >= batch.num_positions) {
+                Some(table) => Arc::clone(table),
+                None => {
+                    let table = Arc::new(RopeTable::new(&self.device, &self.inv_freq, batch.num_positions));
+                    Arc::clone(rope.insert(table))
+                }
+            }
+        };
+        SequenceMetadata::new(batch, &self.config.sliding_window, rope)
+    }
+
+    /// The lowest block whose backward pass is needed: below it nothing trains.
+    fn first_trained_block(&self) -> usize {
+        if self.params.is_trainable(self.embed_tokens.weight) {
+            return 0;
+        }
+        let trains = |block: &Block| {
+            let mut block = *block;
+            let adapters = block.linears_mut().iter().any(|(_, linear)| {
+                linear.lora.is_some_and(|lora| self.params.is_trainable(lora.a) || self.params.is_trainable(lora.b))
+            });
+            adapters || self.params.is_trainable(block.input_layernorm.weight)
+        };
+        self.blocks.iter().position(trains).unwrap_or(self.blocks.len())
+    }
+}
+
+/// Reads parameters in checkpoint order.
+struct Builder<'a> {
+    checkpoint: &'a Checkpoint,
+    device: &'a Device,
+    progress: &'a mut dyn FnMut(u64, u64),
+    params: Params,
+    done_bytes: u64,
+    total_bytes: u64,
+}
+
+impl Builder<'_> {
+    fn parameter(&mut self, name: &str) -> Result<ParamId> {
+        let shape = self.checkpoint.shape(name)?.to_vec();
+        let mut data = self.checkpoint.tensor_f32(name)?;
+        self.device.precision().round_slice(&mut data);
+        self.done_bytes += size_of_val(data.as_slice()) as u64;
+        (self.progress)(self.done_bytes, self.total_bytes);
+        let value = self.device.tensor(MemoryCategory::Weights, &shape, data);
+        Ok(self.params.push(Parameter { name: name.into(), value, trainable: false }))
+    }
+
+    fn linear(&mut self, module: &str, in_features: usize, out_features: usize, bias: bool) -> Result<Linear> {
+        let weight = self.parameter(&format!("{module}.weight"))?;
+        let bias = if bias { Some(self.parameter(&format!("{module}.bias"))?) } else { None };
+        Ok(Linear { weight, bias, lora: None, in_features, out_features })
+    }
+
+    fn norm(&mut self, module: &str, config: &ModelConfig, width: usize) -> Result<RmsNorm> {
+        let weight = self.parameter(&format!("{module}.weight"))?;
+        Ok(RmsNorm { weight, eps: config.rms_norm_eps as f32, width })
+    }
+
+    fn block(&mut self, config: &ModelConfig, index: usize) -> Result<Block> {
+        let name = format!("model.layers.{index}");
+        let attn = format!("{name}.self_attn");
+        let (hidden, inner) = (config.hidden_size, config.intermediate_size);
+        let (q_size, kv_size) = (config.q_size(), config.kv_size());
+        let head_norm = |builder: &mut Self, module: &str| -> Result<Option<RmsNorm>> {
+            if !config.qk_norm {
+                return Ok(None);
+            }
+            builder.norm(&format!("{attn}.{module}"), config, config.head_dim).map(Some)
+        };
+        Ok(Block {
+            index: index as u32,
+            input_layernorm: self.norm(&format!("{name}.input_layernorm"), config, hidden)?,
+            self_attn: Attention {
+                q_proj: self.linear(&format!("{attn}.q_proj"), hidden, q_size, config.qkv_bias)?,
+                k_proj: self.linear(&format!("{attn}.k_proj"), hidden, kv_size, config.qkv_bias)?,
+                v_proj: self.linear(&format!("{attn}.v_proj"), hidden, kv_size, config.qkv_bias)?,
+                o_proj: self.linear(&format!("{attn}.o_proj"), q_size, hidden, config.o_bias)?,
+                q_norm: head_norm(self, "q_norm")?,
+                k_norm: head_norm(self, "k_norm")?,
+                shape: AttentionShape {
+                    num_heads: config.num_attention_heads,
+                    num_kv_heads: config.num_key_value_heads,
+                    head_dim: config.head_dim,
+                    scale: (1.0 / (config.head_dim as f64).sqrt()) as f32,
+                },
+            },
+            post_attention_layernorm: self.norm(&format!("{name}.post_attention_layernorm"), config, hidden)?,
+            mlp: Mlp {
+                gate_proj: self.linear(&format!("{name}.mlp.gate_proj"), hidden, inner, config.mlp_bias)?,
+                up_proj: self.linear(&format!("{name}.mlp.up_proj"), hidden, inner, config.mlp_bias)?,
+                down_proj: self.linear(&format!("{name}.mlp.down_proj"), inner, hidden, config.mlp_bias)?,
+            },
+            window: config.sliding_window[index],
+        })
+    }
+}

@@ -1,0 +1,94 @@
+//! Work lists of packed attention: which rows meet which, built once per batch and window.
+
+/// Rows of one tile.
+pub const TILE_ROWS: usize = 64;
+
+/// A run of rows inside one document, with the rows of the other side that it meets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Tile {
+    /// First row of the tile in the batch.
+    pub start: usize,
+    /// One past its last row.
+    pub end: usize,
+    /// First row of the other side: keys for a query tile, queries for a key tile.
+    pub other_start: usize,
+    /// One past the last row of the other side.
+    pub other_end: usize,
+}
+
+/// The tiles of a packed batch for one window.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TileList {
+    /// Query tiles in the order of their rows; together they cover every row once.
+    pub query_tiles: Vec<Tile>,
+    /// Key tiles in the order of their rows; together they cover every row once.
+    pub key_tiles: Vec<Tile>,
+    /// A query sees a key iff `0 ≤ query − key < window`; `usize::MAX` is full attention.
+    pub window: usize,
+    total_tokens: usize,
+}
+
+impl TileList {
+    /// Builds the lists from `cu_seqlens` [num_seqs + 1]. `window` counts the query itself; `None` is full attention.
+    pub fn new(cu_seqlens: &[i32], window: Option<usize>) -> Self {
+        let window = window.unwrap_or(usize::MAX);
+        let (mut query_tiles, mut key_tiles) = (Vec::new(), Vec::new());
+        for bounds in cu_seqlens.windows(2) {
+            let (seq_start, seq_end) = (bounds[0] as usize, bounds[1] as usize);
+            for start in (seq_start..seq_end).step_by(TILE_ROWS) {
+                let end = (start + TILE_ROWS).min(seq_end);
+                let first_key = (start + 1).saturating_sub(window).max(seq_start);
+                query_tiles.push(Tile { start, end, other_start: first_key, other_end: end });
+                let last_query = (end - 1).saturating_add(window).min(seq_end);
+                key_tiles.push(Tile { start, end, other_start: start, other_end: last_query });
+            }
+        }
+        Self { query_tiles, key_tiles, window, total_tokens: cu_seqlens.last().map_or(0, |&end| end as usize) }
+    }
+
+    /// Rows of the batch.
+    pub fn total_tokens(&self) -> usize {
+        self.total_tokens
+    }
+
+    /// Bytes the lists take.
+    pub fn num_bytes(&self) -> usize {
+        (self.query_tiles.len() + self.key_tiles.len()) * size_of::<Tile>()
+    }
+
+    /// Whether row `query` sees row `key` of the same document.
+    #[inline]
+    pub fn sees(&self, query: usize, key: usize) -> bool {
+        key <= query && query - key < self.window
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_cover_exactly_the_pairs_of_the_dense_mask() {
+        for window in [None, Some(1), Some(2), Some(63), Some(64), Some(65), Some(200)] {
+            let cu_seqlens = [0, 1, 1, 130, 258, 259];
+            let list = TileList::new(&cu_seqlens, window);
+            let mut by_query = vec![0u8; 259 * 259];
+            let mut by_key = vec![0u8; 259 * 259];
+            for tile in &list.query_tiles {
+                for q in tile.start..tile.end {
+                    (tile.other_start..tile.other_end).filter(|&k| list.sees(q, k)).for_each(|k| by_query[q * 259 + k] += 1);
+                }
+            }
+            for tile in &list.key_tiles {
+                for k in tile.start..tile.end {
+                    (tile.other_start..tile.other_end).filter(|&q| list.sees(q, k)).for_each(|q| by_key[q * 259 + k] += 1);
+                }
+            }
+            let document = |row: usize| cu_seqlens.iter().filter(|&&start| start as usize <= row).count();
+            for (q, k) in (0..259).flat_map(|q| (0..259).map(move |k| (q, k))) {
+                let dense = document(q) == document(k) && k <= q && q - k < window.unwrap_or(usize::MAX);
+                assert_eq!((by_query[q * 259 + k], by_key[q * 259 + k]), (u8::from(dense), u8::from(dense)), "{window:?} {q} {k}");
+            }
+        }
+    }
+}

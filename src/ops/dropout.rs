@@ -1,0 +1,78 @@
+//! Dropout whose mask is a function of its key and the element's number: regenerated in the backward pass, never stored.
+
+use rayon::prelude::*;
+
+use crate::base::rng::Philox;
+use crate::tensor::{Device, Tensor};
+
+/// Values that one task handles; a multiple of the four that one generator block gives.
+const VALUES_PER_TASK: usize = 4096;
+
+/// What a dropout mask depends on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DropoutKey {
+    /// Seed of the run.
+    pub seed: u64,
+    /// Number that differs between steps, micro-batches and layers.
+    pub stream: u64,
+}
+
+/// `y = mask ⊙ x / (1 − p)` with `0 ≤ p < 1`; each value is dropped with probability `p`.
+pub fn forward(device: &Device, key: DropoutKey, p: f32, x: &Tensor, y: &mut Tensor) {
+    assert_eq!(x.len(), y.len(), "shapes of dropout");
+    match device {
+        Device::Cpu(_) => for_each_kept(key, p, y.f32s_mut(), x.f32s(), |y, value| *y = value),
+        Device::Cuda(cuda) => match *cuda {},
+    }
+}
+
+/// `dx += mask ⊙ dy / (1 − p)` with the mask of [`forward`].
+pub fn backward_accumulate(device: &Device, key: DropoutKey, p: f32, dy: &Tensor, dx: &mut Tensor) {
+    assert_eq!(dx.len(), dy.len(), "shapes of dropout backward");
+    match device {
+        Device::Cpu(_) => for_each_kept(key, p, dx.f32s_mut(), dy.f32s(), |dx, value| *dx += value),
+        Device::Cuda(cuda) => match *cuda {},
+    }
+}
+
+fn for_each_kept(key: DropoutKey, p: f32, out: &mut [f32], input: &[f32], write: impl Fn(&mut f32, f32) + Sync) {
+    let generator = Philox::new(key.seed, key.stream);
+    let keep = 1.0 / (1.0 - p);
+    // A value is dropped when its 32 random bits lie below p·2³².
+    let threshold = (f64::from(p) * 4_294_967_296.0) as u32;
+    let tasks = out.par_chunks_mut(VALUES_PER_TASK).zip(input.par_chunks(VALUES_PER_TASK)).enumerate();
+    tasks.for_each(|(task, (out, input))| {
+        let first_block = (task * VALUES_PER_TASK / 4) as u64;
+        for (i, (out, input)) in out.chunks_mut(4).zip(input.chunks(4)).enumerate() {
+            let bits = generator.block(first_block + i as u64);
+            for ((out, x), bits) in out.iter_mut().zip(input).zip(bits) {
+                write(out, if bits < threshold { 0.0 } else { x * keep });
+            }
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::testing::cpu;
+    use crate::tensor::MemoryCategory;
+
+    #[test]
+    fn the_mask_has_the_rate_and_comes_again_in_backward() {
+        let device = cpu(3);
+        let (len, p) = (100_000, 0.3);
+        let x = device.tensor(MemoryCategory::Workspace, &[len], vec![1.0; len]);
+        let mut y = device.empty(MemoryCategory::Workspace, &[len]);
+        let key = DropoutKey { seed: 1, stream: 2 };
+        device.run(|| forward(&device, key, p, &x, &mut y));
+        let dropped = y.f32s().iter().filter(|&&y| y == 0.0).count() as f32 / len as f32;
+        assert!((dropped - p).abs() < 0.01, "{dropped}");
+        let mut dx = device.zeros(MemoryCategory::Workspace, &[len]);
+        backward_accumulate(&device, key, p, &x, &mut dx);
+        assert_eq!(dx.f32s(), y.f32s());
+        let mut other = device.empty(MemoryCategory::Workspace, &[len]);
+        forward(&device, DropoutKey { seed: 1, stream: 3 }, p, &x, &mut other);
+        assert_ne!(other.f32s(), y.f32s(), "another stream, another mask");
+    }
+}

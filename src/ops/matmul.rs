@@ -1,0 +1,183 @@
+//! Matrix products, f32 with f32 accumulation.
+//!
+//! | op | computes | gradient it serves |
+//! |---|---|---|
+//! | [`nt`] | `c = alpha·a·bᵀ + beta·c` | `y = x·Wᵀ` |
+//! | [`nn`] | `c = alpha·a·b + beta·c` | `dx = dy·W` |
+//! | [`tn`] | `c = alpha·aᵀ·b + beta·c` | `dW += dyᵀ·x` |
+//!
+//! None of them rounds: layers do that where Transformers casts. The order of summation depends on the sizes alone, not on the number of threads.
+
+use gemm::Parallelism;
+
+use crate::tensor::{Device, Tensor};
+
+/// A matrix inside a slice: `(i, j)` is at `i·row_stride + j·col_stride`.
+#[derive(Debug, Clone, Copy)]
+pub struct Mat<'a> {
+    data: &'a [f32],
+    rows: usize,
+    cols: usize,
+    row_stride: usize,
+    col_stride: usize,
+}
+
+impl<'a> Mat<'a> {
+    /// A matrix whose rows are `row_stride` apart and whose columns are adjacent.
+    pub fn new(data: &'a [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
+        assert!(rows == 0 || cols == 0 || (rows - 1) * row_stride + cols <= data.len(), "matrix exceeds its slice");
+        Self { data, rows, cols, row_stride, col_stride: 1 }
+    }
+
+    /// The same values, transposed.
+    pub fn t(self) -> Self {
+        let Self { data, rows, cols, row_stride, col_stride } = self;
+        Self { data, rows: cols, cols: rows, row_stride: col_stride, col_stride: row_stride }
+    }
+}
+
+/// A matrix to write, rows `row_stride` apart.
+#[derive(Debug)]
+pub struct MatMut<'a> {
+    data: &'a mut [f32],
+    rows: usize,
+    cols: usize,
+    row_stride: usize,
+}
+
+impl<'a> MatMut<'a> {
+    /// A matrix whose rows are `row_stride` apart and whose columns are adjacent.
+    pub fn new(data: &'a mut [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
+        assert!(rows == 0 || cols == 0 || (rows - 1) * row_stride + cols <= data.len(), "matrix exceeds its slice");
+        assert!(rows <= 1 || row_stride >= cols, "rows of a written matrix must not overlap");
+        Self { data, rows, cols, row_stride }
+    }
+}
+
+/// `c = alpha·a·b + beta·c` on the calling thread, for tiles inside a parallel operation.
+pub fn gemm_serial(alpha: f32, a: Mat<'_>, b: Mat<'_>, beta: f32, c: MatMut<'_>) {
+    gemm_with(Parallelism::None, alpha, a, b, beta, c);
+}
+
+fn gemm_with(parallelism: Parallelism, alpha: f32, a: Mat<'_>, b: Mat<'_>, beta: f32, c: MatMut<'_>) {
+    assert_eq!((a.rows, b.cols, a.cols), (c.rows, c.cols, b.rows), "shapes of a matrix product");
+    if c.rows == 0 || c.cols == 0 {
+        return;
+    }
+    // SAFETY: `Mat::new` and `MatMut::new` checked that every (row, column) lies inside its slice and that written rows do not
+    // overlap; `t` only exchanges the two strides. `c` is borrowed mutably, so it aliases neither `a` nor `b`.
+    unsafe {
+        gemm::gemm(
+            c.rows,
+            c.cols,
+            a.cols,
+            c.data.as_mut_ptr(),
+            1,
+            c.row_stride as isize,
+            beta != 0.0,
+            a.data.as_ptr(),
+            a.col_stride as isize,
+            a.row_stride as isize,
+            b.data.as_ptr(),
+            b.col_stride as isize,
+            b.row_stride as isize,
+            beta,
+            alpha,
+            false,
+            false,
+            false,
+            parallelism,
+        );
+    }
+}
+
+/// `c [M, N] = alpha · a [M, K] · b [N, K]ᵀ + beta · c`.
+pub fn nt(device: &Device, alpha: f32, a: &Tensor, b: &Tensor, beta: f32, c: &mut Tensor) {
+    let ((m, k), (n, k2)) = ((a.rows(), a.cols()), (b.rows(), b.cols()));
+    assert_eq!((k, c.rows(), c.cols()), (k2, m, n), "shapes of a·bᵀ");
+    match device {
+        Device::Cpu(_) => {
+            let (a, b) = (Mat::new(a.f32s(), m, k, k), Mat::new(b.f32s(), n, k, k).t());
+            gemm_with(Parallelism::Rayon(0), alpha, a, b, beta, MatMut::new(c.f32s_mut(), m, n, n));
+        }
+        Device::Cuda(cuda) => match *cuda {},
+    }
+}
+
+/// `c [M, N] = alpha · a [M, K] · b [K, N] + beta · c`.
+pub fn nn(device: &Device, alpha: f32, a: &Tensor, b: &Tensor, beta: f32, c: &mut Tensor) {
+    let ((m, k), (k2, n)) = ((a.rows(), a.cols()), (b.rows(), b.cols()));
+    assert_eq!((k, c.rows(), c.cols()), (k2, m, n), "shapes of a·b");
+    match device {
+        Device::Cpu(_) => {
+            let (a, b) = (Mat::new(a.f32s(), m, k, k), Mat::new(b.f32s(), k, n, n));
+            gemm_with(Parallelism::Rayon(0), alpha, a, b, beta, MatMut::new(c.f32s_mut(), m, n, n));
+        }
+        Device::Cuda(cuda) => match *cuda {},
+    }
+}
+
+/// `c [M, N] = alpha · a [K, M]ᵀ · b [K, N] + beta · c`.
+pub fn tn(device: &Device, alpha: f32, a: &Tensor, b: &Tensor, beta: f32, c: &mut Tensor) {
+    let ((k, m), (k2, n)) = ((a.rows(), a.cols()), (b.rows(), b.cols()));
+    assert_eq!((k, c.rows(), c.cols()), (k2, m, n), "shapes of aᵀ·b");
+    match device {
+        Device::Cpu(_) => {
+            let (a, b) = (Mat::new(a.f32s(), k, m, m).t(), Mat::new(b.f32s(), k, n, n));
+            gemm_with(Parallelism::Rayon(0), alpha, a, b, beta, MatMut::new(c.f32s_mut(), m, n, n));
+        }
+        Device::Cuda(cuda) => match *cuda {},
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::testing::{Values, assert_close, cpu};
+
+    fn naive(m: usize, n: usize, k: usize, a: impl Fn(usize, usize) -> f32, b: impl Fn(usize, usize) -> f32) -> Vec<f32> {
+        let dot = |i, j| (0..k).map(|l| f64::from(a(i, l)) * f64::from(b(l, j))).sum::<f64>() as f32;
+        (0..m * n).map(|ij| dot(ij / n, ij % n)).collect()
+    }
+
+    #[test]
+    fn all_three_forms_agree_with_the_definition() {
+        let device = cpu(2);
+        let mut values = Values::new(1);
+        for (m, n, k) in [(1, 1, 1), (3, 5, 7), (64, 33, 129), (1, 70, 64)] {
+            let (a, b) = (values.tensor(&device, &[m, k]), values.tensor(&device, &[n, k]));
+            let mut c = values.tensor(&device, &[m, n]);
+            let before = c.f32s().to_vec();
+            device.run(|| nt(&device, 0.5, &a, &b, 2.0, &mut c));
+            let product = naive(m, n, k, |i, l| a.f32s()[i * k + l], |l, j| b.f32s()[j * k + l]);
+            let want: Vec<f32> = product.iter().zip(&before).map(|(p, c)| 0.5 * p + 2.0 * c).collect();
+            assert_close("nt", c.f32s(), &want, 1e-5);
+
+            let b = values.tensor(&device, &[k, n]);
+            // beta 0 must not read c: it may hold NaN.
+            c.f32s_mut().fill(f32::NAN);
+            device.run(|| nn(&device, 1.0, &a, &b, 0.0, &mut c));
+            let want = naive(m, n, k, |i, l| a.f32s()[i * k + l], |l, j| b.f32s()[l * n + j]);
+            assert_close("nn", c.f32s(), &want, 1e-5);
+
+            let a = values.tensor(&device, &[k, m]);
+            device.run(|| tn(&device, 1.0, &a, &b, 0.0, &mut c));
+            let want = naive(m, n, k, |i, l| a.f32s()[l * m + i], |l, j| b.f32s()[l * n + j]);
+            assert_close("tn", c.f32s(), &want, 1e-5);
+        }
+    }
+
+    #[test]
+    fn the_number_of_threads_does_not_change_a_bit() {
+        let product = |threads| {
+            let device = cpu(threads);
+            let mut values = Values::new(7);
+            let (a, b) = (values.tensor(&device, &[257, 300]), values.tensor(&device, &[190, 300]));
+            let mut c = values.tensor(&device, &[257, 190]);
+            device.run(|| nt(&device, 1.0, &a, &b, 0.0, &mut c));
+            c.f32s().to_vec()
+        };
+        assert_eq!(product(1), product(2));
+        assert_eq!(product(1), product(5));
+    }
+}

@@ -1,0 +1,126 @@
+//! RMSNorm over the last dimension: `y = w ⊙ x·rstd`, `rstd = (mean(x²) + eps)^-1/2`.
+//!
+//! `x·rstd` is rounded to the storage format before it is multiplied by `w` (as Llama, Mistral and Qwen do in Transformers).
+//! Saved for the backward pass: `x` and `rstd`. Backward: `dx = rstd·(w⊙dy) − x·rstd³/H·Σ(w⊙dy⊙x)`, `dw += Σ_rows dy⊙x·rstd`.
+
+use rayon::prelude::*;
+
+use super::{MIN_ROWS_PER_TASK, dot};
+use crate::tensor::{Device, Tensor};
+
+/// Rows whose weight gradients are added up before they meet the others: fixed, so that the sum does not depend on threads.
+const ROWS_PER_PARTIAL: usize = 64;
+
+/// `x` [R, H], `weight` [H] → `y` [R, H], `rstd` [R]. `y` may have any shape with R·H values; H is `weight.len()`.
+pub fn forward(device: &Device, x: &Tensor, weight: &Tensor, eps: f32, y: &mut Tensor, rstd: &mut Tensor) {
+    let width = weight.len();
+    assert_eq!((x.len(), x.len() / width), (y.len(), rstd.len()), "shapes of rms_norm");
+    match device {
+        Device::Cpu(cpu) => {
+            let (precision, weight) = (cpu.precision(), weight.f32s());
+            let rows = y.f32s_mut().par_chunks_exact_mut(width).zip(x.f32s().par_chunks_exact(width));
+            rows.zip(rstd.f32s_mut().par_iter_mut()).with_min_len(MIN_ROWS_PER_TASK).for_each(|((y, x), rstd)| {
+                *rstd = 1.0 / (dot(x, x) / width as f32 + eps).sqrt();
+                for ((y, x), w) in y.iter_mut().zip(x).zip(weight) {
+                    *y = precision.round(precision.round(x * *rstd) * w);
+                }
+            });
+        }
+        Device::Cuda(cuda) => match *cuda {},
+    }
+}
+
+/// Backward of [`forward`]: `dx` assigned (or, with `accumulate`, added to what it holds); `dweight` [H], if given, accumulates.
+#[expect(clippy::too_many_arguments, reason = "the operands of one formula")]
+pub fn backward(
+    device: &Device,
+    dy: &Tensor,
+    x: &Tensor,
+    weight: &Tensor,
+    rstd: &Tensor,
+    accumulate: bool,
+    dx: &mut Tensor,
+    dweight: Option<&mut Tensor>,
+) {
+    let width = weight.len();
+    assert_eq!((x.len(), dy.len(), x.len() / width), (dx.len(), dx.len(), rstd.len()), "shapes of rms_norm backward");
+    match device {
+        Device::Cpu(cpu) => {
+            let precision = cpu.precision();
+            if let Some(dweight) = dweight {
+                weight_gradient(dy.f32s(), x.f32s(), rstd.f32s(), dweight.f32s_mut());
+            }
+            let (weight, rstd) = (weight.f32s(), rstd.f32s());
+            let rows = dx.f32s_mut().par_chunks_exact_mut(width).zip(x.f32s().par_chunks_exact(width));
+            let rows = rows.zip(dy.f32s().par_chunks_exact(width)).zip(rstd.par_iter());
+            rows.with_min_len(MIN_ROWS_PER_TASK).for_each_init(Vec::new, |wdy, (((dx, x), dy), &rstd)| {
+                wdy.clear();
+                wdy.extend(dy.iter().zip(weight).map(|(dy, w)| w * dy));
+                let scale = dot(wdy, x) * rstd * rstd * rstd / width as f32;
+                for ((dx, x), wdy) in dx.iter_mut().zip(x).zip(wdy.iter()) {
+                    let value = precision.round(rstd * wdy - x * scale);
+                    *dx = if accumulate { precision.round(*dx + value) } else { value };
+                }
+            });
+        }
+        Device::Cuda(cuda) => match *cuda {},
+    }
+}
+
+fn weight_gradient(dy: &[f32], x: &[f32], rstd: &[f32], dweight: &mut [f32]) {
+    let width = dweight.len();
+    let block = ROWS_PER_PARTIAL * width;
+    let partials: Vec<Vec<f32>> = dy
+        .par_chunks(block)
+        .zip(x.par_chunks(block))
+        .zip(rstd.par_chunks(ROWS_PER_PARTIAL))
+        .map(|((dy, x), rstd)| {
+            let mut partial = vec![0.0; width];
+            for ((dy, x), rstd) in dy.chunks_exact(width).zip(x.chunks_exact(width)).zip(rstd) {
+                for ((p, dy), x) in partial.iter_mut().zip(dy).zip(x) {
+                    *p += dy * x * rstd;
+                }
+            }
+            partial
+        })
+        .collect();
+    for partial in partials {
+        for (dw, p) in dweight.iter_mut().zip(partial) {
+            *dw += p;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{backward, forward};
+    use crate::ops::testing::{Values, assert_close, assert_gradient, cpu, dot};
+
+    #[test]
+    fn backward_agrees_with_finite_differences() {
+        let device = cpu(2);
+        let mut v = Values::new(3);
+        let (rows, width) = (5, 12);
+        let (x, w, dy) = (v.tensor(&device, &[rows, width]), v.tensor(&device, &[width]), v.tensor(&device, &[rows, width]));
+        let run = |x: &[f32], w: &[f32]| {
+            let (x, w) = (device.tensor(dy.category(), &[rows, width], x.to_vec()), device.tensor(dy.category(), &[width], w.to_vec()));
+            let mut y = device.empty(dy.category(), &[rows, width]);
+            let mut rstd = device.empty(dy.category(), &[rows]);
+            forward(&device, &x, &w, 1e-5, &mut y, &mut rstd);
+            (y, rstd)
+        };
+        let (_, rstd) = run(x.f32s(), w.f32s());
+        let mut dx = v.tensor(&device, &[rows, width]);
+        let mut dw = v.tensor(&device, &[width]);
+        let dw_before = dw.f32s().to_vec();
+        backward(&device, &dy, &x, &w, &rstd, false, &mut dx, Some(&mut dw));
+        assert_gradient("dx", x.f32s(), dx.f32s(), |x| dot(dy.f32s(), run(x, w.f32s()).0.f32s()));
+        let added: Vec<f32> = dw.f32s().iter().zip(&dw_before).map(|(a, b)| a - b).collect();
+        assert_gradient("dw", w.f32s(), &added, |w| dot(dy.f32s(), run(x.f32s(), w).0.f32s()));
+
+        let assigned = dx.f32s().to_vec();
+        backward(&device, &dy, &x, &w, &rstd, true, &mut dx, None);
+        let doubled: Vec<f32> = assigned.iter().map(|x| 2.0 * x).collect();
+        assert_close("accumulated dx", dx.f32s(), &doubled, 1e-6);
+    }
+}

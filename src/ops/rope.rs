@@ -1,0 +1,97 @@
+//! Rotary position embedding, rotate-half form: pairs `(x[i], x[i + d/2])` turn by `position·inv_freq[i]`.
+//!
+//! Positions restart at 0 in every document. Backward turns by the negative angle. In place; nothing is saved but the table.
+
+use rayon::prelude::*;
+
+use super::MIN_ROWS_PER_TASK;
+use crate::tensor::{Device, Indices, MemoryCategory, Precision, Tensor};
+
+/// Cosines and sines of every position up to a length, [positions, d/2] each.
+#[derive(Debug)]
+pub struct RopeTable {
+    cos: Tensor,
+    sin: Tensor,
+}
+
+impl RopeTable {
+    /// The table for positions `0..num_positions`. Angles are products in f32, as Transformers computes them.
+    pub fn new(device: &Device, inv_freq: &[f32], num_positions: usize) -> Self {
+        let shape = [num_positions, inv_freq.len()];
+        let precision = device.precision();
+        let table = |f: fn(f64) -> f64| {
+            let angles = (0..num_positions).flat_map(|p| inv_freq.iter().map(move |freq| p as f32 * freq));
+            let values = angles.map(|angle| precision.round(f(f64::from(angle)) as f32)).collect();
+            device.tensor(MemoryCategory::Metadata, &shape, values)
+        };
+        Self { cos: table(f64::cos), sin: table(f64::sin) }
+    }
+
+    /// Positions in the table.
+    pub fn num_positions(&self) -> usize {
+        self.cos.rows()
+    }
+}
+
+/// Turns `x` [T, heads·d] in place by the angles of `position_ids` [T].
+pub fn forward(device: &Device, x: &mut Tensor, table: &RopeTable, position_ids: &Indices) {
+    rotate(device, x, table, position_ids, 1.0);
+}
+
+/// Turns a gradient [T, heads·d] in place by the negative angles.
+pub fn backward(device: &Device, dx: &mut Tensor, table: &RopeTable, position_ids: &Indices) {
+    rotate(device, dx, table, position_ids, -1.0);
+}
+
+fn rotate(device: &Device, x: &mut Tensor, table: &RopeTable, position_ids: &Indices, sign: f32) {
+    let (width, half) = (x.cols(), table.cos.cols());
+    assert_eq!((x.rows(), width % (2 * half)), (position_ids.len(), 0), "shapes of rope");
+    match device {
+        Device::Cpu(cpu) => {
+            let precision = cpu.precision();
+            let (cos, sin) = (table.cos.f32s(), table.sin.f32s());
+            let rows = x.f32s_mut().par_chunks_exact_mut(width).zip(position_ids.i32s().par_iter());
+            rows.with_min_len(MIN_ROWS_PER_TASK).for_each(|(row, &position)| {
+                let at = position as usize * half..(position as usize + 1) * half;
+                for head in row.chunks_exact_mut(2 * half) {
+                    rotate_head(precision, head, &cos[at.clone()], &sin[at.clone()], sign);
+                }
+            });
+        }
+        Device::Cuda(cuda) => match *cuda {},
+    }
+}
+
+fn rotate_head(precision: Precision, head: &mut [f32], cos: &[f32], sin: &[f32], sign: f32) {
+    let (low, high) = head.split_at_mut(cos.len());
+    let round = |x| precision.round(x);
+    for (((a, b), &c), &s) in low.iter_mut().zip(high).zip(cos).zip(sin) {
+        let (x, y, s) = (*a, *b, sign * s);
+        *a = round(round(x * c) - round(y * s));
+        *b = round(round(y * c) + round(x * s));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::testing::{Values, assert_close, cpu};
+
+    #[test]
+    fn backward_undoes_forward_and_positions_index_the_table() {
+        let device = cpu(2);
+        let mut v = Values::new(5);
+        let (rows, heads, d) = (4, 3, 8);
+        let table = RopeTable::new(&device, &[1.0, 0.1, 0.01, 0.001], 10);
+        let positions = device.indices(MemoryCategory::Metadata, vec![0, 1, 0, 9]);
+        let mut x = v.tensor(&device, &[rows, heads * d]);
+        let before = x.f32s().to_vec();
+        forward(&device, &mut x, &table, &positions);
+        assert_eq!(x.f32s()[..heads * d], before[..heads * d], "position 0 does not turn");
+        let (a, b) = (before[heads * d], before[heads * d + 4]);
+        assert!((x.f32s()[heads * d] - (a * 1f32.cos() - b * 1f32.sin())).abs() < 1e-6);
+        // A turn keeps lengths, and the negative turn undoes it.
+        backward(&device, &mut x, &table, &positions);
+        assert_close("round trip", x.f32s(), &before, 1e-6);
+    }
+}

@@ -1,0 +1,71 @@
+//! SwiGLU: `h = silu(e)·g`, `silu(e) = e·σ(e)`.
+//!
+//! Saved: `e` and `g`. Backward: `de = dh·g·σ(e)·(1 + e·(1 − σ(e)))`, `dg = dh·silu(e)`.
+
+use rayon::prelude::*;
+
+use crate::tensor::{Device, Tensor};
+
+/// Values that one task handles at least.
+const MIN_VALUES_PER_TASK: usize = 4096;
+
+fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + (-x).exp())
+}
+
+/// `gate` (e) and `up` (g) [T, I] → `h` [T, I]. `silu(e)` is rounded to the storage format before the product.
+pub fn forward(device: &Device, gate: &Tensor, up: &Tensor, h: &mut Tensor) {
+    assert_eq!((gate.len(), up.len()), (h.len(), h.len()), "shapes of swiglu");
+    match device {
+        Device::Cpu(cpu) => {
+            let precision = cpu.precision();
+            let values = h.f32s_mut().par_iter_mut().zip(gate.f32s()).zip(up.f32s());
+            values.with_min_len(MIN_VALUES_PER_TASK).for_each(|((h, &e), &g)| {
+                *h = precision.round(precision.round(e * sigmoid(e)) * g);
+            });
+        }
+        Device::Cuda(cuda) => match *cuda {},
+    }
+}
+
+/// Backward of [`forward`], in place: `gate` becomes `de` and `up` becomes `dg`.
+pub fn backward_in_place(device: &Device, dh: &Tensor, gate: &mut Tensor, up: &mut Tensor) {
+    assert_eq!((gate.len(), up.len()), (dh.len(), dh.len()), "shapes of swiglu backward");
+    match device {
+        Device::Cpu(cpu) => {
+            let precision = cpu.precision();
+            let values = gate.f32s_mut().par_iter_mut().zip(up.f32s_mut().par_iter_mut()).zip(dh.f32s());
+            values.with_min_len(MIN_VALUES_PER_TASK).for_each(|((gate, up), &dh)| {
+                let (e, g) = (*gate, *up);
+                let s = sigmoid(e);
+                *gate = precision.round(dh * g * s * (1.0 + e * (1.0 - s)));
+                *up = precision.round(dh * e * s);
+            });
+        }
+        Device::Cuda(cuda) => match *cuda {},
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::testing::{Values, assert_gradient, cpu, dot};
+
+    #[test]
+    fn backward_agrees_with_finite_differences() {
+        let device = cpu(1);
+        let mut v = Values::new(11);
+        let shape = [3, 7];
+        let (mut e, mut g, dh) = (v.tensor(&device, &shape), v.tensor(&device, &shape), v.tensor(&device, &shape));
+        let (e0, g0) = (e.f32s().to_vec(), g.f32s().to_vec());
+        let run = |e: &[f32], g: &[f32]| {
+            let (e, g) = (device.tensor(dh.category(), &shape, e.to_vec()), device.tensor(dh.category(), &shape, g.to_vec()));
+            let mut h = device.empty(dh.category(), &shape);
+            forward(&device, &e, &g, &mut h);
+            dot(dh.f32s(), h.f32s())
+        };
+        backward_in_place(&device, &dh, &mut e, &mut g);
+        assert_gradient("de", &e0, e.f32s(), |e| run(e, &g0));
+        assert_gradient("dg", &g0, g.f32s(), |g| run(&e0, g));
+    }
+}
