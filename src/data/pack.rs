@@ -17,4 +17,6 @@ pub struct PackedBatch {
     pub max_seqlen: usize,
     /// How many labels are not −100.
     pub num_label_tokens: usize,
+    /// How many of the tokens are padding.
+    pub num_padding_tokens: usize,
 }

@@ -33,6 +33,16 @@ impl Params {
         &self.0[id.0].value
     }
 
+    /// Value of a parameter, to update.
+    pub fn value_mut(&mut self, id: ParamId) -> &mut Tensor {
+        &mut self.0[id.0].value
+    }
+
+    /// Name of a parameter.
+    pub fn name(&self, id: ParamId) -> &str {
+        &self.0[id.0].name
+    }
+
     /// Whether a parameter trains.
     pub fn is_trainable(&self, id: ParamId) -> bool {
         self.0[id.0].trainable

@@ -52,7 +52,9 @@ impl DeviceBatch {
         ensure!(labels.is_empty() || labels.len() == total, "{} labels for {total} tokens", labels.len());
         let in_vocabulary = |id: i32| usize::try_from(id).is_ok_and(|id| id < vocab_size);
         if let Some(id) = input_ids.iter().find(|&&id| !in_vocabulary(id)) {
-            anyhow::bail!("token {id} is outside the model's vocabulary of {vocab_size}: tokenizer and model do not belong together");
+            anyhow::bail!(
+                "token {id} is outside the model's vocabulary of {vocab_size}: tokenizer and model do not belong together"
+            );
         }
         let ends = cu_seqlens.first() == Some(&0) && cu_seqlens.last() == i32::try_from(total).ok().as_ref();
         ensure!(ends && cu_seqlens.is_sorted(), "cu_seqlens must rise from 0 to {total}, found {cu_seqlens:?}");

@@ -131,11 +131,7 @@ impl Block {
     }
 
     fn sequences<'a>(&self, batch: &'a DeviceBatch, metadata: &'a SequenceMetadata) -> Sequences<'a> {
-        Sequences {
-            tiles: metadata.tiles(self.window),
-            rope: metadata.rope(),
-            position_ids: &batch.position_ids,
-        }
+        Sequences { tiles: metadata.tiles(self.window), rope: metadata.rope(), position_ids: &batch.position_ids }
     }
 
     /// The block's linear projections with their names, in checkpoint order.

@@ -42,7 +42,10 @@ impl LoraSpec {
         }
         for name in &self.target_modules {
             if !LINEAR_NAMES.contains(&name.as_str()) {
-                bail!("target_modules names `{name}`, which this model does not have; it has {}", LINEAR_NAMES.join(", "));
+                bail!(
+                    "target_modules names `{name}`, which this model does not have; it has {}",
+                    LINEAR_NAMES.join(", ")
+                );
             }
         }
         ensure!(!self.target_modules.is_empty(), "target_modules is empty: name projections, or `all-linear`");
@@ -74,7 +77,8 @@ impl Transformer {
                 }
                 let name = format!("model.layers.{number}.{module}");
                 let bound = 1.0 / (linear.in_features as f64).sqrt();
-                let values = uniform(Philox::new(seed, INIT_STREAM + u64::from(index)), spec.r * linear.in_features, bound);
+                let values =
+                    uniform(Philox::new(seed, INIT_STREAM + u64::from(index)), spec.r * linear.in_features, bound);
                 let mut push = |suffix: &str, shape: [usize; 2], data| {
                     let value = self.device.tensor(MemoryCategory::Adapters, &shape, data);
                     self.params.push(Parameter { name: format!("{name}.{suffix}"), value, trainable: true })
@@ -93,12 +97,17 @@ impl Transformer {
     ///
     /// # Errors
     /// When a matrix is missing, unknown, or of another shape.
-    pub fn set_adapters<'a>(&mut self, tensors: impl IntoIterator<Item = (String, &'a [usize], &'a [f32])>) -> Result<()> {
+    pub fn set_adapters<'a>(
+        &mut self,
+        tensors: impl IntoIterator<Item = (String, &'a [usize], &'a [f32])>,
+    ) -> Result<()> {
         let mut missing: std::collections::BTreeSet<String> = self.adapters().map(|p| p.name.clone()).collect();
         for (name, shape, data) in tensors {
             let parameter = self.params.iter_mut().map(|(_, p)| p).find(|p| p.name == name && is_adapter(p));
             let Some(parameter) = parameter else {
-                bail!("the adapter has {name}, which this run's method does not: match r, target_modules and layers_to_transform to it");
+                bail!(
+                    "the adapter has {name}, which this run's method does not: match r, target_modules and layers_to_transform to it"
+                );
             };
             ensure!(
                 parameter.value.shape() == shape,
@@ -109,7 +118,10 @@ impl Transformer {
             missing.remove(&name);
         }
         if let Some(name) = missing.first() {
-            bail!("the adapter lacks {name} (and {} more): match target_modules and layers_to_transform to it", missing.len() - 1);
+            bail!(
+                "the adapter lacks {name} (and {} more): match target_modules and layers_to_transform to it",
+                missing.len() - 1
+            );
         }
         Ok(())
     }

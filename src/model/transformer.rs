@@ -3,6 +3,8 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use anyhow::Context as _;
+
 use super::batch::{DeviceBatch, SequenceMetadata};
 use super::block::{Block, BlockSaved};
 use super::config::ModelConfig;
@@ -249,7 +251,7 @@ struct Builder<'a> {
 
 impl Builder<'_> {
     fn parameter(&mut self, name: &str) -> Result<ParamId> {
-        let shape = self.checkpoint.shape(name)?.to_vec();
+        let shape = self.checkpoint.shape(name).with_context(|| format!("the model has no tensor {name}"))?.to_vec();
         let mut data = self.checkpoint.tensor_f32(name)?;
         self.device.precision().round_slice(&mut data);
         self.done_bytes += size_of_val(data.as_slice()) as u64;

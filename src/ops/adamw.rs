@@ -68,7 +68,8 @@ mod tests {
         let mut want = [(0.5f64, 0.0f64, 0.0f64), (-1.0, 0.0, 0.0), (2.0, 0.0, 0.0)];
         for step in 1..=3u64 {
             let g = [0.1 * step as f32, -0.2, 1e-4];
-            let p = AdamWParams { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1, step, grad_scale: 0.5 };
+            let p =
+                AdamWParams { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1, step, grad_scale: 0.5 };
             update(&device, &p, &mut w, &tensor(g.to_vec()), &mut m, &mut v);
             for ((w, m, v), g) in want.iter_mut().zip(g) {
                 let g = f64::from(g) * 0.5;

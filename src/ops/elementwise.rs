@@ -34,6 +34,15 @@ pub fn add(device: &Device, x: &Tensor, y: &Tensor, z: &mut Tensor) {
     }
 }
 
+/// `y = x`.
+pub fn copy(device: &Device, x: &Tensor, y: &mut Tensor) {
+    assert_eq!(x.len(), y.len(), "shapes of copy");
+    match device {
+        Device::Cpu(_) => y.f32s_mut().copy_from_slice(x.f32s()),
+        Device::Cuda(cuda) => match *cuda {},
+    }
+}
+
 /// Sets every row of `y` [T, N] to `bias` [N].
 pub fn broadcast_rows(device: &Device, bias: &Tensor, y: &mut Tensor) {
     let width = y.cols();

@@ -135,7 +135,13 @@ mod tests {
     use super::*;
     use crate::ops::testing::{Values, assert_close, cpu};
 
-    fn naive(m: usize, n: usize, k: usize, a: impl Fn(usize, usize) -> f32, b: impl Fn(usize, usize) -> f32) -> Vec<f32> {
+    fn naive(
+        m: usize,
+        n: usize,
+        k: usize,
+        a: impl Fn(usize, usize) -> f32,
+        b: impl Fn(usize, usize) -> f32,
+    ) -> Vec<f32> {
         let dot = |i, j| (0..k).map(|l| f64::from(a(i, l)) * f64::from(b(l, j))).sum::<f64>() as f32;
         (0..m * n).map(|ij| dot(ij / n, ij % n)).collect()
     }

@@ -101,9 +101,13 @@ mod tests {
         let device = cpu(2);
         let mut v = Values::new(3);
         let (rows, width) = (5, 12);
-        let (x, w, dy) = (v.tensor(&device, &[rows, width]), v.tensor(&device, &[width]), v.tensor(&device, &[rows, width]));
+        let (x, w, dy) =
+            (v.tensor(&device, &[rows, width]), v.tensor(&device, &[width]), v.tensor(&device, &[rows, width]));
         let run = |x: &[f32], w: &[f32]| {
-            let (x, w) = (device.tensor(dy.category(), &[rows, width], x.to_vec()), device.tensor(dy.category(), &[width], w.to_vec()));
+            let (x, w) = (
+                device.tensor(dy.category(), &[rows, width], x.to_vec()),
+                device.tensor(dy.category(), &[width], w.to_vec()),
+            );
             let mut y = device.empty(dy.category(), &[rows, width]);
             let mut rstd = device.empty(dy.category(), &[rows]);
             forward(&device, &x, &w, 1e-5, &mut y, &mut rstd);

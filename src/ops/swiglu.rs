@@ -59,7 +59,8 @@ mod tests {
         let (mut e, mut g, dh) = (v.tensor(&device, &shape), v.tensor(&device, &shape), v.tensor(&device, &shape));
         let (e0, g0) = (e.f32s().to_vec(), g.f32s().to_vec());
         let run = |e: &[f32], g: &[f32]| {
-            let (e, g) = (device.tensor(dh.category(), &shape, e.to_vec()), device.tensor(dh.category(), &shape, g.to_vec()));
+            let (e, g) =
+                (device.tensor(dh.category(), &shape, e.to_vec()), device.tensor(dh.category(), &shape, g.to_vec()));
             let mut h = device.empty(dh.category(), &shape);
             forward(&device, &e, &g, &mut h);
             dot(dh.f32s(), h.f32s())

@@ -1,4 +1,8 @@
 //! Training: configuration, trainer, optimizer, schedule, evaluation, report.
 
+pub mod batch;
 pub mod config;
+pub mod optimizer;
 pub mod report;
+pub mod schedule;
+pub mod trainer;

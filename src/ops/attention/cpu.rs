@@ -50,11 +50,14 @@ pub(super) fn forward(
     let heads = shape.num_heads;
     let o_rows = rows_of(&tiles.query_tiles, heads * shape.head_dim, o);
     let lse_rows = rows_of(&tiles.query_tiles, heads, softmax_lse);
-    tiles.query_tiles.par_iter().zip(o_rows).zip(lse_rows).for_each_init(Scratch::default, |scratch, ((tile, o), lse)| {
-        for head in 0..heads {
-            forward_tile(precision, shape, tiles, tile, head, [q, k, v], o, lse, scratch);
-        }
-    });
+    tiles.query_tiles.par_iter().zip(o_rows).zip(lse_rows).for_each_init(
+        Scratch::default,
+        |scratch, ((tile, o), lse)| {
+            for head in 0..heads {
+                forward_tile(precision, shape, tiles, tile, head, [q, k, v], o, lse, scratch);
+            }
+        },
+    );
 }
 
 /// One query tile of one head: passes over its keys once, keeping the running maximum and sum of each row.
@@ -80,7 +83,10 @@ fn forward_tile(
     for (k_start, k_end) in runs(tile.other_start, tile.other_end) {
         let cols = k_end - k_start;
         reset(scores, rows * cols, 0.0);
-        let (q_tile, k_tile) = (head_rows(q, tile.start, tile.end, head, heads, d), head_rows(k, k_start, k_end, kv_head, num_kv_heads, d));
+        let (q_tile, k_tile) = (
+            head_rows(q, tile.start, tile.end, head, heads, d),
+            head_rows(k, k_start, k_end, kv_head, num_kv_heads, d),
+        );
         gemm_serial(scale, q_tile, k_tile.t(), 0.0, MatMut::new(scores, rows, cols, cols));
         for (i, scores) in scores.chunks_exact_mut(cols).enumerate() {
             mask(tiles, tile.start + i, k_start, scores);
@@ -130,19 +136,23 @@ pub(super) fn backward(
 ) {
     let AttentionShape { num_heads: heads, num_kv_heads, head_dim: d, .. } = *shape;
     // D [T, Hq] = rowsum(do ⊙ o)
-    let delta: Vec<f32> = d_o.par_chunks_exact(d).zip(saved.o.f32s().par_chunks_exact(d)).map(|(a, b)| dot(a, b)).collect();
+    let delta: Vec<f32> =
+        d_o.par_chunks_exact(d).zip(saved.o.f32s().par_chunks_exact(d)).map(|(a, b)| dot(a, b)).collect();
 
     let kv_width = num_kv_heads * d;
     let (dk_rows, dv_rows) = (rows_of(&tiles.key_tiles, kv_width, dk), rows_of(&tiles.key_tiles, kv_width, dv));
-    tiles.key_tiles.par_iter().zip(dk_rows).zip(dv_rows).for_each_init(Scratch::default, |scratch, ((tile, dk), dv)| {
-        dk.fill(0.0);
-        dv.fill(0.0);
-        for head in 0..heads {
-            key_tile(shape, tiles, tile, head, saved, d_o, &delta, dk, dv, scratch);
-        }
-        precision.round_slice(dk);
-        precision.round_slice(dv);
-    });
+    tiles.key_tiles.par_iter().zip(dk_rows).zip(dv_rows).for_each_init(
+        Scratch::default,
+        |scratch, ((tile, dk), dv)| {
+            dk.fill(0.0);
+            dv.fill(0.0);
+            for head in 0..heads {
+                key_tile(shape, tiles, tile, head, saved, d_o, &delta, dk, dv, scratch);
+            }
+            precision.round_slice(dk);
+            precision.round_slice(dv);
+        },
+    );
 
     let dq_rows = rows_of(&tiles.query_tiles, heads * d, dq);
     tiles.query_tiles.par_iter().zip(dq_rows).for_each_init(Scratch::default, |scratch, (tile, dq)| {
@@ -173,7 +183,8 @@ fn key_tile(
     for (q_start, q_end) in runs(tile.other_start, tile.other_end) {
         let queries = q_end - q_start;
         probabilities(shape, tiles, head, saved, d_o, delta, (q_start, q_end), (tile.start, tile.end), scratch);
-        let (p, ds) = (Mat::new(&scratch.scores, queries, keys, keys), Mat::new(&scratch.d_scores, queries, keys, keys));
+        let (p, ds) =
+            (Mat::new(&scratch.scores, queries, keys, keys), Mat::new(&scratch.d_scores, queries, keys, keys));
         let d_o_tile = head_rows(d_o, q_start, q_end, head, heads, d);
         let q_tile = head_rows(saved.q.f32s(), q_start, q_end, head, heads, d);
         let width = num_kv_heads * d;

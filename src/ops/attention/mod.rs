@@ -89,7 +89,11 @@ pub fn backward(
     dv: &mut Tensor,
 ) {
     check(shape, tiles, saved.q, saved.k, saved.v);
-    assert_eq!((d_o.len(), dq.len(), dk.len()), (saved.q.len(), saved.q.len(), dv.len()), "shapes of attention backward");
+    assert_eq!(
+        (d_o.len(), dq.len(), dk.len()),
+        (saved.q.len(), saved.q.len(), dv.len()),
+        "shapes of attention backward"
+    );
     match device {
         Device::Cpu(cpu) => cpu::backward(
             cpu.precision(),
@@ -106,8 +110,16 @@ pub fn backward(
 fn check(shape: &AttentionShape, tiles: &TileList, q: &Tensor, k: &Tensor, v: &Tensor) {
     let kv_width = shape.num_kv_heads * shape.head_dim;
     assert_eq!(shape.num_heads % shape.num_kv_heads, 0, "query heads must be a multiple of key heads");
-    assert_eq!((q.cols(), k.cols(), v.cols()), (shape.num_heads * shape.head_dim, kv_width, kv_width), "widths of attention");
-    assert_eq!((q.rows(), k.rows(), v.rows()), (tiles.total_tokens(), tiles.total_tokens(), tiles.total_tokens()), "rows of attention");
+    assert_eq!(
+        (q.cols(), k.cols(), v.cols()),
+        (shape.num_heads * shape.head_dim, kv_width, kv_width),
+        "widths of attention"
+    );
+    assert_eq!(
+        (q.rows(), k.rows(), v.rows()),
+        (tiles.total_tokens(), tiles.total_tokens(), tiles.total_tokens()),
+        "rows of attention"
+    );
 }
 
 #[cfg(test)]

@@ -51,8 +51,9 @@ impl Case {
         let mut o = vec![0.0f32; total * heads * d];
         for (i, h) in (0..total).flat_map(|i| (0..heads).map(move |h| (i, h))) {
             let kv = h / (heads / num_kv_heads);
-            let seen: Vec<usize> =
-                (0..total).filter(|&j| document(i) == document(j) && j <= i && i - j < self.window.unwrap_or(usize::MAX)).collect();
+            let seen: Vec<usize> = (0..total)
+                .filter(|&j| document(i) == document(j) && j <= i && i - j < self.window.unwrap_or(usize::MAX))
+                .collect();
             let score = |j: usize| -> f64 {
                 let (q, k) = (&q[(i * heads + h) * d..][..d], &k[(j * num_kv_heads + kv) * d..][..d]);
                 f64::from(scale) * q.iter().zip(k).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum::<f64>()
@@ -60,7 +61,8 @@ impl Case {
             let max = seen.iter().map(|&j| score(j)).fold(f64::NEG_INFINITY, f64::max);
             let sum: f64 = seen.iter().map(|&j| (score(j) - max).exp()).sum();
             for c in 0..d {
-                let mix: f64 = seen.iter().map(|&j| (score(j) - max).exp() * f64::from(v[(j * num_kv_heads + kv) * d + c])).sum();
+                let mix: f64 =
+                    seen.iter().map(|&j| (score(j) - max).exp() * f64::from(v[(j * num_kv_heads + kv) * d + c])).sum();
                 o[(i * heads + h) * d + c] = (mix / sum) as f32;
             }
         }

@@ -76,18 +76,26 @@ mod tests {
             let mut by_key = vec![0u8; 259 * 259];
             for tile in &list.query_tiles {
                 for q in tile.start..tile.end {
-                    (tile.other_start..tile.other_end).filter(|&k| list.sees(q, k)).for_each(|k| by_query[q * 259 + k] += 1);
+                    (tile.other_start..tile.other_end)
+                        .filter(|&k| list.sees(q, k))
+                        .for_each(|k| by_query[q * 259 + k] += 1);
                 }
             }
             for tile in &list.key_tiles {
                 for k in tile.start..tile.end {
-                    (tile.other_start..tile.other_end).filter(|&q| list.sees(q, k)).for_each(|q| by_key[q * 259 + k] += 1);
+                    (tile.other_start..tile.other_end)
+                        .filter(|&q| list.sees(q, k))
+                        .for_each(|q| by_key[q * 259 + k] += 1);
                 }
             }
             let document = |row: usize| cu_seqlens.iter().filter(|&&start| start as usize <= row).count();
             for (q, k) in (0..259).flat_map(|q| (0..259).map(move |k| (q, k))) {
                 let dense = document(q) == document(k) && k <= q && q - k < window.unwrap_or(usize::MAX);
-                assert_eq!((by_query[q * 259 + k], by_key[q * 259 + k]), (u8::from(dense), u8::from(dense)), "{window:?} {q} {k}");
+                assert_eq!(
+                    (by_query[q * 259 + k], by_key[q * 259 + k]),
+                    (u8::from(dense), u8::from(dense)),
+                    "{window:?} {q} {k}"
+                );
             }
         }
     }

@@ -1,0 +1,20 @@
+//! From the loader's packed batch to the device.
+
+use crate::base::error::Result;
+use crate::data::pack::PackedBatch;
+use crate::model::batch::{BatchSlices, DeviceBatch};
+use crate::model::transformer::Transformer;
+
+/// Uploads `batch` for `model`. Stop 5 of the walk.
+///
+/// # Errors
+/// When the batch does not fit the model (a token outside its vocabulary) or its parts do not fit each other.
+pub fn upload(model: &Transformer, batch: &PackedBatch) -> Result<DeviceBatch> {
+    let slices = BatchSlices {
+        input_ids: &batch.input_ids,
+        labels: &batch.labels,
+        position_ids: &batch.position_ids,
+        cu_seqlens: &batch.cu_seqlens,
+    };
+    DeviceBatch::new(model.device(), slices, model.config().vocab_size)
+}

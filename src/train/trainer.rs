@@ -1,0 +1,210 @@
+//! The trainer: micro-batches to one optimizer update, and evaluation. Stop 7 of the walk.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use anyhow::{Context as _, ensure};
+
+use super::batch::upload;
+use super::config::{Activations, MethodConfig, MethodKind, OptimizerConfig};
+use super::optimizer::{BadGradient, Optimizer};
+use super::report::{EvalReport, StepReport};
+use super::schedule::learning_rate;
+use crate::base::error::{NonFinite, Result};
+use crate::data::example::IGNORE_INDEX;
+use crate::data::pack::PackedBatch;
+use crate::layers::DropoutState;
+use crate::layers::parameter::Grads;
+use crate::model::lora::LoraSpec;
+use crate::model::transformer::{PassOptions, Transformer};
+use crate::ops::norm::clip_coefficient;
+use crate::tensor::phase::{Pass, Phase};
+
+/// How a trainer is set up.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TrainerSetup {
+    /// Which parameters train.
+    pub method: MethodConfig,
+    /// Optimizer, schedule, clipping.
+    pub optimizer: OptimizerConfig,
+    /// What blocks keep.
+    pub activations: Activations,
+    /// Seed of adapter initialization and dropout.
+    pub seed: u64,
+    /// Optimizer steps of the run, for the schedule.
+    pub total_steps: u64,
+}
+
+/// A model in training.
+#[derive(Debug)]
+pub struct Trainer {
+    model: Transformer,
+    setup: TrainerSetup,
+    grads: Grads,
+    optimizer: Optimizer,
+}
+
+impl Trainer {
+    /// Adds adapters (or makes every parameter trainable) and allocates gradients and optimizer state.
+    ///
+    /// # Errors
+    /// When the method does not fit the model.
+    pub fn new(mut model: Transformer, setup: TrainerSetup) -> Result<Self> {
+        let method = &setup.method;
+        match method.kind {
+            MethodKind::Full => model.train_everything(),
+            MethodKind::Lora => {
+                let spec = LoraSpec {
+                    r: method.r,
+                    scale: LoraSpec::scale(method.r, method.lora_alpha, method.use_rslora),
+                    dropout: method.lora_dropout,
+                    target_modules: method.target_modules.clone(),
+                    layers_to_transform: method.layers_to_transform.clone(),
+                };
+                model.add_lora(&spec, setup.seed).context("[method] does not fit this model")?;
+            }
+        }
+        let grads = Grads::new(model.device(), model.params());
+        let optimizer = Optimizer::new(&model);
+        Ok(Self { model, setup, grads, optimizer })
+    }
+
+    /// The model.
+    pub fn model(&self) -> &Transformer {
+        &self.model
+    }
+
+    /// The model, to set adapters before the first step.
+    pub fn model_mut(&mut self) -> &mut Transformer {
+        &mut self.model
+    }
+
+    /// Gradients of the last step.
+    pub fn grads(&self) -> &Grads {
+        &self.grads
+    }
+
+    /// Optimizer updates done.
+    pub fn steps_done(&self) -> u64 {
+        self.optimizer.updates()
+    }
+
+    /// Parameters that train, in values.
+    pub fn num_trainable(&self) -> u64 {
+        self.model.params().num_trainable()
+    }
+
+    /// One optimizer update from the micro-batches of one step; `data_wait_ms` is the time spent waiting for them.
+    /// `None` when `stop` was raised before the update: nothing has changed then.
+    ///
+    /// The loss is the sum over all micro-batches divided by the supervised tokens of all of them, never a mean of means.
+    ///
+    /// # Errors
+    /// [`NonFinite`] when the loss or a gradient is NaN or infinite (no update is made); an error when a batch does not fit the model.
+    pub fn step(
+        &mut self,
+        micro_batches: &[PackedBatch],
+        data_wait_ms: f64,
+        stop: &AtomicBool,
+    ) -> Result<Option<StepReport>> {
+        let num_label_tokens: usize = micro_batches.iter().map(|batch| batch.num_label_tokens).sum();
+        ensure!(num_label_tokens > 0, "a step without a supervised token: nothing to learn from");
+        let number = self.steps_done() + 1;
+        let device = self.model.device().clone();
+        let clock = device.clock();
+        clock.begin_step(true);
+        clock.book(Phase::DataWait, Pass::Step, data_wait_ms);
+        {
+            let _phase = clock.enter(Phase::Optimizer, Pass::Step, None);
+            self.grads.zero();
+        }
+        let mut loss_sum = 0.0;
+        for (i, batch) in micro_batches.iter().enumerate() {
+            let uploaded = {
+                let _phase = clock.enter(Phase::Metadata, Pass::Forward, None);
+                upload(&self.model, batch)?
+            };
+            let options = PassOptions {
+                weight: 1.0 / num_label_tokens as f32,
+                activations: self.setup.activations,
+                dropout: Some(DropoutState { seed: self.setup.seed, step: number, micro_batch: i as u32 }),
+                stop,
+            };
+            let Some(sum) = self.model.forward_backward(&mut self.grads, &uploaded, options) else { return Ok(None) };
+            loss_sum += sum;
+        }
+        let loss = loss_sum / num_label_tokens as f64;
+        if !loss.is_finite() {
+            return Err(NonFinite { step: number, tensor: "the loss".into(), value: loss as f32 }.into());
+        }
+        if stop.load(Ordering::Relaxed) {
+            return Ok(None);
+        }
+        let lr = learning_rate(&self.setup.optimizer, number - 1, self.setup.total_steps);
+        let (grad_norm, clip) = {
+            let _phase = clock.enter(Phase::Optimizer, Pass::Step, None);
+            let Self { model, setup, grads, optimizer } = self;
+            device.run(|| -> Result<_> {
+                let norm = optimizer.grad_norm(model, grads).map_err(|BadGradient { name, value }| NonFinite {
+                    step: number,
+                    tensor: format!("the gradient of {name}"),
+                    value,
+                })?;
+                let clip = clip_coefficient(norm, setup.optimizer.max_grad_norm);
+                optimizer.update(model, grads, &setup.optimizer, lr, clip);
+                Ok((norm, clip))
+            })?
+        };
+        let times = clock.end_step();
+        let step_ms = times.step_ms + data_wait_ms;
+        let attributed: f64 = times.phases.iter().filter_map(|phase| phase.total_ms()).sum();
+        Ok(Some(StepReport {
+            step: number,
+            loss,
+            grad_norm,
+            clipped: clip < 1.0,
+            lr,
+            total_tokens: micro_batches.iter().map(|batch| batch.input_ids.len() as u64).sum(),
+            document_tokens: micro_batches
+                .iter()
+                .map(|batch| (batch.input_ids.len() - batch.num_padding_tokens) as u64)
+                .sum(),
+            num_label_tokens: num_label_tokens as u64,
+            step_ms,
+            not_attributed_ms: (step_ms - attributed).max(0.0),
+            phases: times.phases,
+            memory: device.memory(),
+            spans: times.spans,
+        }))
+    }
+
+    /// Mean loss over held-out batches; `None` when `stop` was raised on the way.
+    ///
+    /// # Errors
+    /// When the batches hold no supervised token or do not fit the model.
+    pub fn evaluate(&self, batches: &[PackedBatch], stop: &AtomicBool) -> Result<Option<EvalReport>> {
+        let start = Instant::now();
+        let mut loss_sum = 0.0;
+        for batch in batches {
+            let uploaded = upload(&self.model, batch)?;
+            let Some(losses) = self.model.losses(&uploaded, stop) else { return Ok(None) };
+            loss_sum += losses.iter().map(|&loss| f64::from(loss)).sum::<f64>();
+        }
+        let num_label_tokens: usize = batches.iter().map(|batch| batch.num_label_tokens).sum();
+        ensure!(num_label_tokens > 0, "the held-out records hold no supervised token");
+        Ok(Some(EvalReport {
+            step: self.steps_done(),
+            loss: loss_sum / num_label_tokens as f64,
+            num_label_tokens: num_label_tokens as u64,
+            num_documents: batches.iter().map(num_supervised_documents).sum(),
+            eval_ms: start.elapsed().as_secs_f64() * 1e3,
+        }))
+    }
+}
+
+/// Documents of a batch with something to learn (padding has none).
+fn num_supervised_documents(batch: &PackedBatch) -> u64 {
+    let supervised =
+        |bounds: &&[i32]| batch.labels[bounds[0] as usize..bounds[1] as usize].iter().any(|&l| l != IGNORE_INDEX);
+    batch.cu_seqlens.windows(2).filter(supervised).count() as u64
+}
