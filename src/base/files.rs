@@ -36,6 +36,41 @@ pub fn write_atomic(path: &Path, fill: impl FnOnce(&mut dyn Write) -> Result<()>
     Ok(())
 }
 
+/// Make the folder `path` through `fill`, which gets an empty folder to write into. It appears under its name only when
+/// `fill` has succeeded; its missing parents are created. An empty folder of that name is replaced.
+///
+/// # Errors
+/// When `path` is there and not an empty folder, its parent cannot be written to, or `fill` fails.
+pub fn create_folder_atomic(path: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+    let context = || format!("cannot create {}", path.display());
+    if let Ok(mut entries) = std::fs::read_dir(path) {
+        if entries.next().is_some() {
+            bail!("{} is there already and not empty; choose another folder", path.display());
+        }
+        std::fs::remove_dir(path).with_context(context)?;
+    } else if path.exists() {
+        bail!("{} is there already and not a folder; choose another name", path.display());
+    }
+    let parent = match path.parent() {
+        Some(p) if p.as_os_str().is_empty() => Path::new("."),
+        Some(p) => p,
+        None => bail!("{} is not the name of a folder", path.display()),
+    };
+    std::fs::create_dir_all(parent).with_context(context)?;
+    let mut builder = tempfile::Builder::new();
+    builder.prefix(".tandem-").suffix(".part");
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o777));
+    let temp = builder.tempdir_in(parent).with_context(context)?;
+    fill(temp.path())?;
+    sync_folder(temp.path());
+    std::fs::rename(temp.path(), path).with_context(context)?;
+    // It has another name now: nothing is left to remove.
+    let _ = temp.keep();
+    sync_folder(parent);
+    Ok(())
+}
+
 /// Ask the system to put a folder's own entries on disk, so that a rename survives a power cut. Where folders cannot be
 /// flushed (Windows, some network file systems) the rename is still atomic, so a failure is not an error.
 pub fn sync_folder(folder: &Path) {
@@ -67,6 +102,25 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let e = write_atomic(&dir.path().join("no/x.txt"), |_| Ok(())).unwrap_err();
         assert!(format!("{e:#}").contains("x.txt"));
+    }
+
+    #[test]
+    fn folders_appear_complete_or_not_at_all() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("deep/x");
+        let failed = create_folder_atomic(&path, |f| {
+            std::fs::write(f.join("a"), "1")?;
+            bail!("no more")
+        });
+        assert!(failed.is_err());
+        assert_eq!(std::fs::read_dir(dir.path().join("deep")).unwrap().count(), 0);
+        std::fs::create_dir(&path).unwrap();
+        create_folder_atomic(&path, |f| Ok(std::fs::write(f.join("a"), "1")?)).unwrap();
+        assert_eq!(std::fs::read(path.join("a")).unwrap(), b"1");
+        assert_eq!(std::fs::read_dir(dir.path().join("deep")).unwrap().count(), 1);
+        let e = create_folder_atomic(&path, |_| Ok(())).unwrap_err();
+        assert!(format!("{e:#}").contains("not empty"));
+        assert_eq!(std::fs::read(path.join("a")).unwrap(), b"1");
     }
 
     #[cfg(unix)]

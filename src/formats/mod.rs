@@ -5,4 +5,5 @@ pub mod gguf;
 pub mod gguf_value;
 pub mod gguf_write;
 pub mod mapped;
+pub mod peft;
 pub mod safetensors;

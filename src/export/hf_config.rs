@@ -1,0 +1,260 @@
+//! `config.json` of an exported model: the source's own where there is one, else written from a `ModelConfig`.
+
+use std::f64::consts::PI;
+
+use anyhow::{Context as _, bail, ensure};
+use serde_json::{Map, Value};
+
+use crate::base::error::Result;
+use crate::formats::safetensors::Dtype;
+use crate::model::config::{Architecture, ModelConfig, RopeScaling};
+
+/// Original contexts and scaling factors of published Llama models, with the two frequency factors they all use.
+const LLAMA3_CONTEXT: usize = 8192;
+const LLAMA3_LOW: f64 = 1.0;
+const LLAMA3_HIGH: f64 = 4.0;
+
+/// The name PyTorch gives a float type.
+///
+/// # Errors
+/// When it is not a type that weights are written in.
+pub fn torch_name(dtype: Dtype) -> Result<&'static str> {
+    Ok(match dtype {
+        Dtype::F32 => "float32",
+        Dtype::F16 => "float16",
+        Dtype::BF16 => "bfloat16",
+        other => bail!("weights cannot be written as {other}"),
+    })
+}
+
+/// The source's `config.json` with the type of its weights replaced, under the key it uses (`dtype` of Transformers 5,
+/// `torch_dtype` of 4). Everything else stays.
+///
+/// # Errors
+/// When `text` is not a JSON object.
+pub fn with_dtype(text: &str, dtype: Dtype) -> Result<String> {
+    let mut value: Value = serde_json::from_str(text).context("it is not valid JSON")?;
+    let object = value.as_object_mut().context("it is JSON, but not an object")?;
+    let key = if object.contains_key("dtype") { "dtype" } else { "torch_dtype" };
+    object.insert(key.to_owned(), torch_name(dtype)?.into());
+    if key == "dtype" && object.contains_key("torch_dtype") {
+        object.insert("torch_dtype".to_owned(), torch_name(dtype)?.into());
+    }
+    Ok(serde_json::to_string_pretty(&value)? + "\n")
+}
+
+/// A `config.json` that Transformers 4 and 5 load, for a model whose source has none (a GGUF file).
+///
+/// # Errors
+/// When Transformers has no words for the model: rotary divisors that are not of the Llama 3 form, biases on some
+/// projections only, windows that no rule of the family gives.
+pub fn synthesize(config: &ModelConfig, dtype: Dtype) -> Result<String> {
+    let mut o = Map::new();
+    let mut set = |key: &str, value: Value| o.insert(key.to_owned(), value);
+    let family = config.architecture;
+    set("architectures", vec![family.class_name()].into());
+    set("model_type", family.name().into());
+    set("vocab_size", config.vocab_size.into());
+    set("hidden_size", config.hidden_size.into());
+    set("intermediate_size", config.intermediate_size.into());
+    set("num_hidden_layers", config.num_hidden_layers.into());
+    set("num_attention_heads", config.num_attention_heads.into());
+    set("num_key_value_heads", config.num_key_value_heads.into());
+    set("head_dim", config.head_dim.into());
+    set("hidden_act", "silu".into());
+    set("rms_norm_eps", config.rms_norm_eps.into());
+    set("max_position_embeddings", config.max_position_embeddings.into());
+    set("rope_theta", config.rope_theta.into());
+    set("rope_scaling", rope_scaling(config)?);
+    set("tie_word_embeddings", config.tie_word_embeddings.into());
+    let token = |id: Option<u32>| id.map_or(Value::Null, Value::from);
+    set("bos_token_id", token(config.bos_token_id));
+    set(
+        "eos_token_id",
+        match config.eos_token_ids.as_slice() {
+            [] => Value::Null,
+            [one] => (*one).into(),
+            more => more.to_vec().into(),
+        },
+    );
+    set("pad_token_id", token(config.pad_token_id));
+    match family {
+        Architecture::Llama | Architecture::Qwen3 => {
+            ensure!(
+                config.qkv_bias == config.o_bias,
+                "a {} model with biases on some attention projections only cannot be written as a Hugging Face folder",
+                family.name()
+            );
+            set("attention_bias", config.qkv_bias.into());
+        }
+        Architecture::Mistral | Architecture::Qwen2 => {
+            ensure!(
+                config.qkv_bias == (family == Architecture::Qwen2) && !config.o_bias,
+                "a {} model with these biases cannot be written as a Hugging Face folder",
+                family.name()
+            );
+        }
+    }
+    if family == Architecture::Llama {
+        set("mlp_bias", config.mlp_bias.into());
+    }
+    for (key, value) in windows(config)? {
+        set(key, value);
+    }
+    set("torch_dtype", torch_name(dtype)?.into());
+    Ok(serde_json::to_string_pretty(&o)? + "\n")
+}
+
+/// The keys that give the model's windows in its family.
+fn windows(config: &ModelConfig) -> Result<Vec<(&'static str, Value)>> {
+    let window = config.sliding_window.iter().flatten().next().copied();
+    let same = config.sliding_window.iter().flatten().all(|w| Some(*w) == window);
+    ensure!(same, "windows of different widths cannot be written as a Hugging Face folder");
+    let value = window.map_or(Value::Null, Value::from);
+    Ok(match config.architecture {
+        Architecture::Llama => {
+            ensure!(window.is_none(), "a llama model has no sliding window");
+            Vec::new()
+        }
+        Architecture::Mistral => {
+            ensure!(
+                window.is_none() || config.sliding_window.iter().all(Option::is_some),
+                "a mistral model has its window on every block"
+            );
+            vec![("sliding_window", value)]
+        }
+        Architecture::Qwen2 | Architecture::Qwen3 => {
+            let kind = |w: &Option<usize>| if w.is_some() { "sliding_attention" } else { "full_attention" };
+            let kinds: Vec<&str> = config.sliding_window.iter().map(kind).collect();
+            // Older versions know only the first block with a window.
+            let first = config.sliding_window.iter().position(Option::is_some).unwrap_or(config.num_hidden_layers);
+            vec![
+                ("use_sliding_window", window.is_some().into()),
+                ("sliding_window", value),
+                ("max_window_layers", first.into()),
+                ("layer_types", kinds.into()),
+            ]
+        }
+    })
+}
+
+fn rope_scaling(config: &ModelConfig) -> Result<Value> {
+    let llama3 = |factor: f64, low: f64, high: f64, original: usize| {
+        let mut o = Map::new();
+        o.insert("rope_type".to_owned(), "llama3".into());
+        o.insert("factor".to_owned(), factor.into());
+        o.insert("low_freq_factor".to_owned(), low.into());
+        o.insert("high_freq_factor".to_owned(), high.into());
+        o.insert("original_max_position_embeddings".to_owned(), original.into());
+        Value::Object(o)
+    };
+    Ok(match &config.rope_scaling {
+        RopeScaling::None => Value::Null,
+        RopeScaling::Linear { factor } => {
+            let mut o = Map::new();
+            o.insert("rope_type".to_owned(), "linear".into());
+            o.insert("factor".to_owned(), (*factor).into());
+            Value::Object(o)
+        }
+        RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => {
+            llama3(*factor, *low_freq_factor, *high_freq_factor, *original_max_position_embeddings)
+        }
+        RopeScaling::Factors(factors) if factors.iter().all(|f| *f == 1.0) => Value::Null,
+        RopeScaling::Factors(factors) => {
+            // The lowest frequency is divided by the whole factor.
+            let factor = f64::from(factors.last().copied().unwrap_or(1.0));
+            let divisors = llama3_divisors(config, factor);
+            let close = |(a, b): (&f32, f64)| (f64::from(*a) - b).abs() <= 1e-3 * b;
+            ensure!(
+                factors.len() == divisors.len() && factors.iter().zip(divisors).all(close),
+                "the model's rotary divisors are not those of a Llama 3 model, so config.json cannot express them"
+            );
+            llama3(factor, LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_CONTEXT)
+        }
+    })
+}
+
+/// What the published Llama 3 scaling divides each frequency by: 1 for short wavelengths, `factor` for long ones, and
+/// `1 / ((1 − s) / factor + s)` between, with s falling from 1 to 0.
+fn llama3_divisors(config: &ModelConfig, factor: f64) -> Vec<f64> {
+    let context = LLAMA3_CONTEXT as f64;
+    (0..config.head_dim / 2)
+        .map(|i| {
+            let wavelength = 2.0 * PI * config.rope_theta.powf(2.0 * i as f64 / config.head_dim as f64);
+            let s = (context / wavelength - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW);
+            let s = s.clamp(0.0, 1.0);
+            1.0 / ((1.0 - s) / factor + s)
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use serde_json::json;
+
+    use super::*;
+
+    fn golden(family: &str) -> ModelConfig {
+        let root = std::env::var_os("TANDEM_GOLDEN")
+            .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden"), PathBuf::from);
+        ModelConfig::from_hf_path(&root.join(family)).unwrap()
+    }
+
+    #[test]
+    fn golden_configs_survive_synthesis() {
+        for family in ["llama", "mistral", "qwen2", "qwen3"] {
+            let config = golden(family);
+            let text = synthesize(&config, Dtype::F32).unwrap();
+            assert_eq!(ModelConfig::from_hf_json(&text).unwrap(), config, "{family}");
+        }
+        let mut config = golden("qwen3");
+        config.sliding_window = vec![Some(9), None, Some(9)];
+        config.eos_token_ids = vec![2, 7];
+        assert_eq!(ModelConfig::from_hf_json(&synthesize(&config, Dtype::F32).unwrap()).unwrap(), config);
+    }
+
+    #[test]
+    fn llama3_divisors_are_recognised() {
+        let mut config = golden("llama");
+        (config.head_dim, config.rope_theta) = (64, 500_000.0);
+        let divisors: Vec<f32> = llama3_divisors(&config, 32.0).into_iter().map(|d| d as f32).collect();
+        assert_eq!((divisors[0], divisors[31]), (1.0, 32.0));
+        assert!(divisors.iter().any(|d| *d > 1.0 && *d < 32.0));
+        config.rope_scaling = RopeScaling::Factors(divisors);
+        let text = synthesize(&config, Dtype::BF16).unwrap();
+        let back = ModelConfig::from_hf_json(&text).unwrap();
+        let wanted = RopeScaling::Llama3 {
+            factor: 32.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_max_position_embeddings: 8192,
+        };
+        assert_eq!(back.rope_scaling, wanted);
+        config.rope_scaling = RopeScaling::Factors(vec![2.0; 32]);
+        let e = format!("{:#}", synthesize(&config, Dtype::BF16).unwrap_err());
+        assert!(e.contains("rotary divisors"), "{e}");
+    }
+
+    #[test]
+    fn what_transformers_cannot_say_is_an_error() {
+        let mut config = golden("llama");
+        config.qkv_bias = true;
+        assert!(synthesize(&config, Dtype::F32).is_err());
+        let mut config = golden("mistral");
+        config.sliding_window[0] = None;
+        assert!(synthesize(&config, Dtype::F32).is_err());
+    }
+
+    #[test]
+    fn only_the_dtype_of_a_copied_config_changes() {
+        let text = with_dtype(r#"{"model_type": "llama", "dtype": "bfloat16", "x": [1]}"#, Dtype::F32).unwrap();
+        let v: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(v, json!({"model_type": "llama", "dtype": "float32", "x": [1]}));
+        let v: Value = serde_json::from_str(&with_dtype("{}", Dtype::BF16).unwrap()).unwrap();
+        assert_eq!(v, json!({"torch_dtype": "bfloat16"}));
+        assert!(with_dtype("[]", Dtype::F32).is_err());
+        assert!(with_dtype("{}", Dtype::I8).is_err());
+    }
+}
