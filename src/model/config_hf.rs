@@ -187,12 +187,18 @@ impl ModelConfig {
             mlp_bias: architecture == Architecture::Llama && f.bool("mlp_bias")?,
             qk_norm: architecture == Architecture::Qwen3,
             sliding_window: sliding_window(&f, architecture, num_hidden_layers)?,
-            bos_token_id: f.token_ids("bos_token_id")?.first().copied(),
-            eos_token_ids: f.token_ids("eos_token_id")?,
+            bos_token_id: token_ids(&f, "bos_token_id", architecture, 1)?.first().copied(),
+            eos_token_ids: token_ids(&f, "eos_token_id", architecture, 2)?,
             pad_token_id: f.token_ids("pad_token_id")?.first().copied(),
         }
         .checked()
     }
+}
+
+/// Token ids, with the class default of Llama and Mistral where the key is absent (`null` means none).
+fn token_ids(f: &Fields<'_>, key: &str, architecture: Architecture, default: u32) -> Result<Vec<u32>> {
+    let has_default = matches!(architecture, Architecture::Llama | Architecture::Mistral);
+    if has_default && !f.0.contains_key(key) { Ok(vec![default]) } else { f.token_ids(key) }
 }
 
 fn object(text: &str) -> Result<Map<String, Value>> {
@@ -228,6 +234,7 @@ fn rope(f: &Fields<'_>, max_position_embeddings: usize) -> Result<(f64, RopeScal
             high_freq_factor: number("high_freq_factor")?,
             original_max_position_embeddings: p
                 .usize("original_max_position_embeddings")?
+                .or(f.usize("original_max_position_embeddings")?)
                 .unwrap_or(max_position_embeddings),
         },
         other => bail!("rope type {other:?} is not supported (default, linear and llama3 are)"),

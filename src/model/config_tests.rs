@@ -109,6 +109,9 @@ fn defaults_of_the_families() {
     assert!(c.qkv_bias && c.o_bias && c.mlp_bias);
     let c = read(&with("llama", json!({"eos_token_id": [5, 6], "pad_token_id": -1})));
     assert_eq!((c.eos_token_ids.as_slice(), c.pad_token_id), (&[5, 6][..], None));
+    assert_eq!((c.bos_token_id, read(&base("llama")).eos_token_ids), (Some(1), vec![2]));
+    assert_eq!(read(&with("llama", json!({"bos_token_id": null}))).bos_token_id, None);
+    assert_eq!((read(&base("qwen2")).bos_token_id, read(&base("qwen2")).eos_token_ids), (None, vec![]));
 }
 
 #[test]

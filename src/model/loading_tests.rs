@@ -1,6 +1,7 @@
 //! Tests of opening models: the golden folders, the same model as shards and as GGUF, and what is said about broken ones.
 
 use std::io::Write as _;
+use std::sync::LazyLock;
 
 use proptest::prelude::*;
 use serde_json::json;
@@ -265,8 +266,8 @@ proptest! {
 
     #[test]
     fn damaged_gguf_files_never_panic(at in 0usize..3000, byte: u8) {
-        let (_, b) = as_gguf("llama");
-        let mut bytes = b.build();
+        static WHOLE: LazyLock<Vec<u8>> = LazyLock::new(|| as_gguf("llama").1.build());
+        let mut bytes = WHOLE.clone();
         bytes[at] = byte;
         let file = tempfile::Builder::new().suffix(".gguf").tempfile().unwrap();
         std::fs::write(file.path(), &bytes).unwrap();
