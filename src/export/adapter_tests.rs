@@ -1,6 +1,7 @@
 //! Tests of adapters on disk: PEFT's own files round trip, saving is atomic, contradictions are named.
 
 use std::path::PathBuf;
+use std::sync::LazyLock;
 
 use proptest::prelude::*;
 use serde_json::json;
@@ -160,13 +161,19 @@ fn broken_folders_are_explained() {
 proptest! {
     #[test]
     fn damaged_adapters_never_panic(in_config: bool, at in 0usize..2000, byte: u8) {
-        let dir = tempfile::tempdir().unwrap();
-        save(&small(), dir.path()).unwrap();
-        let path = dir.path().join(if in_config { CONFIG_FILE } else { WEIGHTS_FILE });
-        let mut bytes = std::fs::read(&path).unwrap();
+        static WHOLE: LazyLock<[(&str, Vec<u8>); 2]> = LazyLock::new(|| {
+            let dir = tempfile::tempdir().unwrap();
+            save(&small(), dir.path()).unwrap();
+            [CONFIG_FILE, WEIGHTS_FILE].map(|name| (name, std::fs::read(dir.path().join(name)).unwrap()))
+        });
+        let mut files = WHOLE.clone();
+        let bytes = &mut files[usize::from(!in_config)].1;
         let n = bytes.len();
         bytes[at % n] = byte;
-        std::fs::write(&path, &bytes).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        for (name, bytes) in &files {
+            std::fs::write(dir.path().join(name), bytes).unwrap();
+        }
         if let Ok(adapter) = load(dir.path()) {
             prop_assert!(adapter.check().is_ok());
         }
