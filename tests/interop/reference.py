@@ -1,8 +1,8 @@
 """The same training run in Transformers and PEFT: batches from `tandem data dump`, adapter, loss, schedule, one step.
 
-The run is written in the plainest way: AdamW of PyTorch, the loss in f32 over the supervised tokens of the whole step,
-every document on its own (`documents`) or a whole pack with a block-diagonal mask (`packed`). Both forms give the same
-gradients; `peft_run.py --check-forms` shows it.
+The run is written in the plainest way: AdamW of PyTorch, the schedule of Transformers, the loss in f32 over the supervised
+tokens of the whole step, every document on its own (`documents`) or a whole pack with a block-diagonal mask (`packed`).
+Both forms give the same gradients; `peft_run.py --check-forms` shows it.
 """
 
 import json
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from transformers import get_scheduler
 
 IGNORE_INDEX = -100
 FORMS = ("documents", "packed")
@@ -77,18 +78,6 @@ class Settings:
         config = tomllib.loads(path.read_text())
         return cls(**config.get("optimizer", {}), method=config.get("method", {}))
 
-    def lr_at(self, step: int, total_steps: int) -> float:
-        """Learning rate of the 0-based `step`."""
-        if step < self.warmup_steps:
-            return self.lr * (step + 1) / self.warmup_steps
-        progress = (step - self.warmup_steps) / max(total_steps - self.warmup_steps, 1)
-        shape = {
-            "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
-            "linear": 1.0 - progress,
-            "constant": 1.0,
-        }[self.schedule]
-        return self.lr * shape
-
 
 def load_peft(model_folder: Path, adapter: Path, trainable: bool):
     """The model in f32 with a saved adapter."""
@@ -135,7 +124,7 @@ class Trainer:
     """AdamW on the adapter, one learning rate a step, clipping by the global norm."""
 
     def __init__(self, model, settings: Settings, total_steps: int, form: str):
-        self.model, self.settings, self.total_steps, self.form = model, settings, total_steps, form
+        self.model, self.settings, self.form = model, settings, form
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self.parameters,
@@ -144,6 +133,8 @@ class Trainer:
             eps=settings.eps,
             weight_decay=settings.weight_decay,
         )
+        name = "constant_with_warmup" if settings.schedule == "constant" else settings.schedule
+        self.scheduler = get_scheduler(name, self.optimizer, settings.warmup_steps, total_steps)
         self.steps_done = 0
 
     def gradients(self, batches: list[Batch]) -> float:
@@ -160,14 +151,13 @@ class Trainer:
     def step(self, batches: list[Batch]) -> dict:
         """One optimizer update; the loss is the one before it."""
         start, cpu_start = time.perf_counter(), time.process_time()
-        lr = self.settings.lr_at(self.steps_done, self.total_steps)
+        lr = self.scheduler.get_last_lr()[0]
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.gradients(batches)
         limit = self.settings.max_grad_norm
         grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, limit if limit > 0 else math.inf).item()
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
         self.optimizer.step()
+        self.scheduler.step()
         self.steps_done += 1
         return {
             "step": self.steps_done,
