@@ -20,6 +20,11 @@ use crate::base::rng::Philox;
 use file::{FileKind, Line};
 use layouts::Layout;
 
+/// A row as it was written.
+type Row = Map<String, Value>;
+/// A row, or in words why there is none.
+type RowOrReason = Result<Row, String>;
+
 /// One row of a file, checked and brought into one of three shapes.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Record {
@@ -133,7 +138,7 @@ impl Dataset {
     fn from_json_lines(path: &Path, text: &str, options: &DatasetOptions) -> Result<Self> {
         let source: Arc<Path> = path.into();
         let lines = file::lines(text);
-        let rows: Vec<(usize, Result<Map<String, Value>, String>)> =
+        let rows: Vec<(usize, RowOrReason)> =
             lines.par_iter().map(|Line { number, text }| (*number, parse_row(text))).collect();
         let columns = columns_of(&rows);
         let layout = Layout::choose(options, &rows, &columns).with_context(|| format!("{}", path.display()))?;
@@ -169,7 +174,7 @@ fn refuse_system_for_text(options: &DatasetOptions) -> Result<()> {
     Ok(())
 }
 
-fn parse_row(text: &str) -> Result<Map<String, Value>, String> {
+fn parse_row(text: &str) -> RowOrReason {
     match serde_json::from_str(text) {
         Ok(Value::Object(row)) => Ok(row),
         Ok(_) => Err("a row must be a JSON object like {\"prompt\": …, \"completion\": …}".into()),
@@ -181,7 +186,7 @@ fn parse_row(text: &str) -> Result<Map<String, Value>, String> {
     }
 }
 
-fn columns_of(rows: &[(usize, Result<Map<String, Value>, String>)]) -> Vec<String> {
+fn columns_of(rows: &[(usize, RowOrReason)]) -> Vec<String> {
     let mut columns: Vec<String> = Vec::new();
     let mut seen = std::collections::HashSet::new();
     for key in rows.iter().filter_map(|(_, row)| row.as_ref().ok()).flat_map(Map::keys) {

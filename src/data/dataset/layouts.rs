@@ -1,10 +1,10 @@
 //! The layouts of rows: finding one from the columns, and reading a row by it.
 
 use anyhow::{Context as _, bail, ensure};
-use serde_json::{Map, Value, json};
+use serde_json::Value;
 
 use super::mapping::TextTemplate;
-use super::{Content, DatasetOptions};
+use super::{Content, DatasetOptions, Row, RowOrReason};
 use crate::base::error::Result;
 use crate::data::options::LayoutChoice;
 
@@ -43,7 +43,7 @@ impl Layout {
     /// When the options contradict each other, a mapping names a column that no row has, or no layout fits any row.
     pub fn choose(
         options: &DatasetOptions,
-        rows: &[(usize, Result<Map<String, Value>, String>)],
+        rows: &[(usize, RowOrReason)],
         columns: &[String],
     ) -> Result<Self> {
         let has_templates = options.prompt.is_some() || options.completion.is_some();
@@ -138,7 +138,7 @@ impl Layout {
         }
     }
 
-    fn fits(&self, row: &Map<String, Value>) -> bool {
+    fn fits(&self, row: &Row) -> bool {
         let has = |name: &str| row.contains_key(name);
         match self {
             Self::Messages => TURN_COLUMNS.iter().any(|c| has(c)),
@@ -154,7 +154,7 @@ impl Layout {
     ///
     /// # Errors
     /// In words, when the row cannot be used.
-    pub fn read(&self, mut row: Map<String, Value>, system: Option<&str>) -> Result<Content, String> {
+    pub fn read(&self, mut row: Row, system: Option<&str>) -> Result<Content, String> {
         match self {
             Self::Messages => conversation(row, system),
             Self::Alpaca => alpaca(&row, system),
@@ -176,6 +176,15 @@ impl Layout {
     }
 }
 
+fn object<const N: usize>(pairs: [(&str, Value); N]) -> Value {
+    Value::Object(pairs.into_iter().map(|(key, value)| (key.to_owned(), value)).collect())
+}
+
+/// A turn as chat templates read it.
+pub fn turn(role: &str, content: impl Into<Value>) -> Value {
+    object([("role", role.into()), ("content", content.into())])
+}
+
 /// Names in backquotes, or the words that there are none.
 pub fn list(names: &[String]) -> String {
     if names.is_empty() {
@@ -193,12 +202,12 @@ fn wrong_kind(column: &str, value: Option<&Value>) -> String {
     }
 }
 
-fn text<'a>(row: &'a Map<String, Value>, column: &str) -> Result<&'a str, String> {
+fn text<'a>(row: &'a Row, column: &str) -> Result<&'a str, String> {
     row.get(column).and_then(Value::as_str).ok_or_else(|| wrong_kind(column, row.get(column)))
 }
 
 /// The row's own system message; missing, null and empty mean none.
-fn own_system(row: &Map<String, Value>) -> Result<Option<&str>, String> {
+fn own_system(row: &Row) -> Result<Option<&str>, String> {
     match row.get("system") {
         None | Some(Value::Null) => Ok(None),
         Some(Value::String(text)) => Ok(Some(text.as_str()).filter(|t| !t.trim().is_empty())),
@@ -221,7 +230,7 @@ fn pair(prompt: &str, completion: &str, system: Option<&str>, separator: &'stati
     })
 }
 
-fn alpaca(row: &Map<String, Value>, system: Option<&str>) -> Result<Content, String> {
+fn alpaca(row: &Row, system: Option<&str>) -> Result<Content, String> {
     let instruction = text(row, "instruction")?;
     let input = match row.get("input") {
         None | Some(Value::Null) => "",
@@ -240,20 +249,20 @@ fn alpaca(row: &Map<String, Value>, system: Option<&str>) -> Result<Content, Str
         Some(Value::Array(history)) => history,
         Some(_) => return Err("`history` must be a list of [question, answer]".into()),
     };
-    let mut messages: Vec<Value> = system.map(|s| json!({"role": "system", "content": s})).into_iter().collect();
-    for turn in history {
-        let (Some(question), Some(answer)) = (turn[0].as_str(), turn[1].as_str()) else {
+    let mut messages: Vec<Value> = system.map(|s| turn("system", s)).into_iter().collect();
+    for pair in history {
+        let (Some(question), Some(answer)) = (pair[0].as_str(), pair[1].as_str()) else {
             return Err("`history` must be a list of [question, answer]".into());
         };
-        messages.push(json!({"role": "user", "content": question}));
-        messages.push(json!({"role": "assistant", "content": answer}));
+        messages.push(turn("user", question));
+        messages.push(turn("assistant", answer));
     }
-    messages.push(json!({"role": "user", "content": prompt}));
-    messages.push(json!({"role": "assistant", "content": text(row, "output")?}));
+    messages.push(turn("user", prompt));
+    messages.push(turn("assistant", text(row, "output")?));
     Ok(Content::Conversation { messages, tools: None })
 }
 
-fn conversation(mut row: Map<String, Value>, system: Option<&str>) -> Result<Content, String> {
+fn conversation(mut row: Row, system: Option<&str>) -> Result<Content, String> {
     let system = own_system(&row)?.or(system).map(String::from);
     let tools = tools(row.remove("tools"))?;
     let column = TURN_COLUMNS
@@ -270,7 +279,7 @@ fn conversation(mut row: Map<String, Value>, system: Option<&str>) -> Result<Con
         messages.push(message(turn).map_err(|e| format!("turn {} of `{column}`: {e}", i + 1))?);
     }
     if let Some(system) = system.filter(|_| messages[0]["role"] != "system") {
-        messages.insert(0, json!({"role": "system", "content": system}));
+        messages.insert(0, turn("system", system));
     }
     Ok(Content::Conversation { messages, tools })
 }
@@ -337,6 +346,6 @@ fn function_call(value: &Value) -> Result<Value, String> {
     if calls.iter().any(|c| !c["name"].is_string()) {
         return Err("a function_call has no `name`".into());
     }
-    let calls: Vec<Value> = calls.into_iter().map(|c| json!({"type": "function", "function": c})).collect();
-    Ok(json!({"role": "assistant", "content": "", "tool_calls": calls}))
+    let calls: Vec<Value> = calls.into_iter().map(|c| object([("type", "function".into()), ("function", c)])).collect();
+    Ok(turn("assistant", "", "tool_calls": calls))
 }

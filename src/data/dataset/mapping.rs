@@ -1,6 +1,8 @@
 //! Text with `{column}` in it, for rows whose columns have names of their own.
 
-use serde_json::{Map, Value};
+use serde_json::Value;
+
+use super::Row;
 
 /// A text with places for columns: `Define "{headword}".` Braces are written `{{` and `}}`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -67,7 +69,7 @@ impl TextTemplate {
     ///
     /// # Errors
     /// In words, when the row lacks a column or its value is not text, a number or a boolean.
-    pub fn fill(&self, row: &Map<String, Value>) -> Result<String, String> {
+    pub fn fill(&self, row: &Row) -> Result<String, String> {
         let mut out = String::new();
         for piece in &self.pieces {
             match piece {
