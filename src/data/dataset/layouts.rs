@@ -41,11 +41,7 @@ impl Layout {
     ///
     /// # Errors
     /// When the options contradict each other, a mapping names a column that no row has, or no layout fits any row.
-    pub fn choose(
-        options: &DatasetOptions,
-        rows: &[(usize, RowOrReason)],
-        columns: &[String],
-    ) -> Result<Self> {
+    pub fn choose(options: &DatasetOptions, rows: &[(usize, RowOrReason)], columns: &[String]) -> Result<Self> {
         let has_templates = options.prompt.is_some() || options.completion.is_some();
         let chosen = match options.layout {
             LayoutChoice::Auto if has_templates => return Self::mapping(options, columns),
@@ -347,5 +343,5 @@ fn function_call(value: &Value) -> Result<Value, String> {
         return Err("a function_call has no `name`".into());
     }
     let calls: Vec<Value> = calls.into_iter().map(|c| object([("type", "function".into()), ("function", c)])).collect();
-    Ok(turn("assistant", "", "tool_calls": calls))
+    Ok(object([("role", "assistant".into()), ("content", "".into()), ("tool_calls", calls.into())]))
 }
