@@ -126,7 +126,7 @@ impl Dataset {
         refuse_system_for_text(options)?;
         let source: Arc<Path> = path.into();
         let mut records: Vec<Record> = file::paragraphs(text)
-            .map(|(line, text)| Record { path: source.clone(), line, content: Content::Text(text.into()) })
+            .map(|(line, text)| Record { path: source.clone(), line, content: Content::Text(text) })
             .collect();
         ensure!(!records.is_empty(), "{} holds no text", path.display());
         if options.max_records > 0 {
