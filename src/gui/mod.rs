@@ -3,3 +3,4 @@
 pub mod fonts;
 pub mod icons;
 pub mod theme;
+pub mod widgets;
