@@ -367,4 +367,27 @@ mod tests {
         let again = parse(&frozen, Path::new("/elsewhere/run.toml"), Path::new("/elsewhere"), &[]).unwrap();
         assert_eq!(again, config);
     }
+
+    #[test]
+    fn the_examples_parse_and_the_commented_one_mentions_every_field() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/examples");
+        let lora = RunConfig::load(&folder.join("lora.toml")).unwrap();
+        let starter = RunConfig::load(&folder.join("starter.toml")).unwrap();
+        assert_eq!(RunConfig { name: starter.name.clone(), ..lora }, starter);
+
+        let text = std::fs::read_to_string(folder.join("lora.toml")).unwrap();
+        let mut section = String::new();
+        let mut mentioned = Vec::new();
+        for line in text.lines() {
+            if let Some(name) = line.strip_prefix('[').and_then(|l| l.strip_suffix(']')) {
+                section = format!("{name}.");
+            } else if let Some((name, _)) = line.trim_start_matches("# ").split_once(" = ")
+                && !name.contains(' ')
+            {
+                mentioned.push(format!("{section}{name}"));
+            }
+        }
+        let all: Vec<String> = fields::FIELDS.iter().map(fields::Field::dotted).collect();
+        assert_eq!(mentioned, all);
+    }
 }
