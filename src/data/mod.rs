@@ -1,5 +1,6 @@
 //! From files to packed batches, on the host: datasets, chat templates, tokenizer, packing, loader.
 
+pub mod chat_template;
 pub mod dataset;
 pub mod example;
 pub mod options;
