@@ -253,6 +253,6 @@ mod tests {
             .render(&messages, None, false)
             .unwrap();
         assert_eq!(rendered.text, text);
-        assert_eq!(rendered.assistant_spans, [0..text.len()]);
+        assert_eq!(rendered.assistant_spans, std::iter::once(0..text.len()).collect::<Vec<_>>());
     }
 }
