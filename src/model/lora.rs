@@ -5,12 +5,10 @@ use anyhow::{bail, ensure};
 use super::transformer::Transformer;
 use crate::base::error::Result;
 use crate::base::rng::Philox;
+use crate::formats::peft::expand_targets;
 use crate::layers::linear::Lora;
 use crate::layers::parameter::Parameter;
 use crate::tensor::MemoryCategory;
-
-/// Names of the projections an adapter can sit on.
-pub const LINEAR_NAMES: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
 
 /// Random stream of adapter number 0; the others follow. Far above the streams of shuffling.
 const INIT_STREAM: u64 = 1 << 40;
@@ -35,22 +33,6 @@ impl LoraSpec {
     pub fn scale(r: usize, lora_alpha: f64, use_rslora: bool) -> f64 {
         if use_rslora { lora_alpha / (r as f64).sqrt() } else { lora_alpha / r as f64 }
     }
-
-    fn targets(&self) -> Result<Vec<&'static str>> {
-        if matches!(self.target_modules.as_slice(), [word] if word == "all-linear") {
-            return Ok(LINEAR_NAMES.to_vec());
-        }
-        for name in &self.target_modules {
-            if !LINEAR_NAMES.contains(&name.as_str()) {
-                bail!(
-                    "target_modules names `{name}`, which this model does not have; it has {}",
-                    LINEAR_NAMES.join(", ")
-                );
-            }
-        }
-        ensure!(!self.target_modules.is_empty(), "target_modules is empty: name projections, or `all-linear`");
-        Ok(LINEAR_NAMES.into_iter().filter(|name| self.target_modules.iter().any(|t| t == name)).collect())
-    }
 }
 
 impl Transformer {
@@ -59,7 +41,7 @@ impl Transformer {
     /// # Errors
     /// When `spec` names a projection or a block that the model does not have, or the model has adapters already.
     pub fn add_lora(&mut self, spec: &LoraSpec, seed: u64) -> Result<()> {
-        let targets = spec.targets()?;
+        let targets = expand_targets(&spec.target_modules)?;
         let num_layers = self.config.num_hidden_layers;
         if let Some(layer) = spec.layers_to_transform.iter().find(|&&layer| layer >= num_layers) {
             bail!("layers_to_transform names block {layer}; this model has blocks 0 to {}", num_layers - 1);

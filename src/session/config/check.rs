@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use super::{FIELDS, RunConfig, fields};
 use crate::data::options::LayoutChoice;
+use crate::formats::peft::PROJECTIONS;
 use crate::train::config::MethodKind;
 
 /// Where a field's value came from.
@@ -79,9 +80,7 @@ pub(super) fn in_words(dotted: &str) -> String {
     }
 }
 
-/// Projections that can get an adapter.
-const TARGET_MODULES: &[&str] = &["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
-/// The word for all of them.
+/// The word for all projections.
 const ALL_LINEAR: &str = "all-linear";
 /// Longest pack: position ids and boundaries are 32-bit, and memory ends long before.
 const MAX_PACK_LEN: usize = 1 << 20;
@@ -171,10 +170,10 @@ fn method(config: &RunConfig, check: &mut Checker) {
         let problem = "`target_modules` in [method] has \"all-linear\" beside other names";
         check.add("method.target_modules", problem, "\"all-linear\" stands alone, as it means every projection");
     }
-    for target in targets.iter().filter(|t| *t != ALL_LINEAR && !TARGET_MODULES.contains(&t.as_str())) {
-        let remedy = match fields::closest(target, TARGET_MODULES) {
+    for target in targets.iter().filter(|t| *t != ALL_LINEAR && !PROJECTIONS.contains(&t.as_str())) {
+        let remedy = match fields::closest(target, &PROJECTIONS) {
             Some(close) => format!("did you mean \"{close}\"?"),
-            None => format!("use \"{ALL_LINEAR}\", or names among {}", TARGET_MODULES.join(", ")),
+            None => format!("use \"{ALL_LINEAR}\", or names among {}", PROJECTIONS.join(", ")),
         };
         let problem = format!("\"{target}\" in `target_modules` in [method] is not a projection");
         check.add("method.target_modules", problem, remedy);
