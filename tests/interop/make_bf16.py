@@ -1,0 +1,120 @@
+"""Writes tests/golden/<family>/bf16_errors.json: how far Transformers itself in bf16 is from its f32 reference.
+
+For every tensor of case.safetensors that is a result: ‖bf16 − f32‖ / ‖f32‖ over the whole tensor. The weights are loaded as bf16,
+the documents run one by one, attention is `eager`: its casts are the plain ones (scores, probabilities and output stored in bf16,
+softmax in f32). The loss is computed in f32 from bf16 logits, as the models of Transformers do. Parameter gradients are those of
+autograd, stored in bf16, added up over the documents in f32. Adapters stay in f32 on the bf16 base (`autocast_adapter_dtype` of
+PEFT); `lora_loss` holds the six AdamW steps of the reference.
+
+    python make_bf16.py [--attention sdpa] [--dry-run] [family …]
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+STEPS = 6
+
+
+def load(folder: Path, attention: str):
+    # `from_pretrained` casts parameters only: rotary frequencies stay in f32, as in a real bf16 run.
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation=attention).train()
+
+
+def documents(case):
+    bounds = case["cu_seqlens"].tolist()
+    for start, end in zip(bounds, bounds[1:]):
+        yield case["input_ids"][start:end].long(), case["labels"][start:end].long()
+
+
+def gradients(model, case, parameters):
+    """Mean loss, all logits, and the gradient of the mean loss for each of `parameters` (summed over documents in f32)."""
+    denominator = int((case["labels"] != -100).sum())
+    logits, total = [], 0.0
+    sums = {name: torch.zeros(p.shape) for name, p in parameters.items()}
+    for input_ids, labels in documents(case):
+        out = model(input_ids=input_ids[None], use_cache=False).logits[0]
+        logits.append(out.detach().float())
+        loss = F.cross_entropy(out.float(), labels, ignore_index=-100, reduction="sum")
+        total += loss.item()
+        if not bool((labels != -100).any()):
+            continue
+        (loss / denominator).backward()
+        for name, p in parameters.items():
+            sums[name] += p.grad.float()
+            p.grad = None
+    return torch.tensor(total / denominator), torch.cat(logits), sums
+
+
+def adapter_parameters(model):
+    """Trainable adapter matrices by their name in the reference: `<module>.lora_A`."""
+    named = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            assert p.dtype == torch.float32, name
+            named[name.removeprefix("base_model.model.").removesuffix(".default.weight")] = p
+    return named
+
+
+def error(got, want) -> float:
+    got, want = got.double(), want.double()
+    return float((got - want).norm() / want.norm())
+
+
+def errors(folder: Path, attention: str) -> dict[str, float]:
+    case = load_file(folder / "case.safetensors")
+    model = load(folder, attention)
+    loss, logits, grads = gradients(model, case, dict(model.named_parameters()))
+    got = {"logits": logits, "loss_mean": loss, **{f"grad.{name}": g for name, g in grads.items()}}
+
+    model = PeftModel.from_pretrained(load(folder, attention), folder / "adapter_after_6_steps", is_trainable=True).train()
+    adapters = adapter_parameters(model)
+    with torch.no_grad():
+        for name, p in adapters.items():
+            p.copy_(case[f"lora.{name}"])
+    optimizer = torch.optim.AdamW(adapters.values(), lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+    losses = []
+    for step in range(STEPS):
+        loss, _, grads = gradients(model, case, adapters)
+        losses.append(loss)
+        if step == 0:
+            got |= {f"lora_grad.{name}": g for name, g in grads.items()}
+        for name, p in adapters.items():
+            p.grad = grads[name]
+        optimizer.step()
+        optimizer.zero_grad()
+    got["lora_loss"] = torch.stack(losses)
+
+    inputs = ("input_ids", "labels", "cu_seqlens", "loss_sum")
+    results = {name for name in case if name not in inputs and not name.startswith("lora.")}
+    assert results == set(got), results ^ set(got)
+    return {name: error(got[name], case[name]) for name in sorted(got)}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", default=FAMILIES)
+    parser.add_argument("--attention", default="eager", choices=("eager", "sdpa"))
+    parser.add_argument("--dry-run", action="store_true", help="print, write nothing")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    for family in args.families:
+        result = errors(GOLDEN / family, args.attention)
+        grads = [e for name, e in result.items() if name.startswith("grad.")]
+        adapters = [e for name, e in result.items() if name.startswith("lora_grad.")]
+        print(
+            f"{family}: logits {result['logits']:.2e}, loss {result['loss_mean']:.2e}, gradients {min(grads):.2e} to "
+            f"{max(grads):.2e}, adapter gradients {min(adapters):.2e} to {max(adapters):.2e}, "
+            f"losses of six steps {result['lora_loss']:.2e}"
+        )
+        if not args.dry_run:
+            text = json.dumps({name: float(f"{e:.3e}") for name, e in result.items()}, indent=1)
+            (GOLDEN / family / "bf16_errors.json").write_text(text + "\n")
