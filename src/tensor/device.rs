@@ -1,14 +1,14 @@
 //! Devices: where tensors live and operations run.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use anyhow::Context as _;
 
 use super::clock::PhaseClock;
 use super::dtype::Precision;
 use super::memory::{Ledger, MemoryCategory, MemoryReport};
-use super::storage::{Indices, Tensor};
+use super::pool::CpuPool;
+use super::storage::{Indices, Tensor, is_pooled};
 use crate::base::error::{NoDevice, Result};
 
 /// A device to train on. Cheap to clone: clones share memory accounting and clock.
@@ -37,28 +37,6 @@ struct CpuInner {
     ledger: Arc<Ledger>,
     pool: Arc<CpuPool>,
     clock: PhaseClock,
-}
-
-/// Buffers that were freed and wait to be used again, by length.
-#[derive(Debug, Default)]
-pub(super) struct CpuPool {
-    free: Mutex<HashMap<usize, Vec<Vec<f32>>>>,
-}
-
-impl CpuPool {
-    pub(super) fn recycle(&self, buffer: Vec<f32>) {
-        if !buffer.is_empty() {
-            self.free.lock().unwrap_or_else(PoisonError::into_inner).entry(buffer.len()).or_default().push(buffer);
-        }
-    }
-
-    fn take(&self, len: usize) -> Option<Vec<f32>> {
-        self.free.lock().unwrap_or_else(PoisonError::into_inner).get_mut(&len)?.pop()
-    }
-
-    fn clear(&self) {
-        self.free.lock().unwrap_or_else(PoisonError::into_inner).clear();
-    }
 }
 
 impl Device {
@@ -152,16 +130,10 @@ impl Device {
     pub fn empty(&self, category: MemoryCategory, shape: &[usize]) -> Tensor {
         match self {
             Self::Cpu(cpu) => {
-                let len = shape.iter().product();
-                let data = match cpu.inner.pool.take(len) {
-                    Some(mut data) => {
-                        if cfg!(debug_assertions) {
-                            data.fill(f32::NAN);
-                        }
-                        data
-                    }
-                    None => vec![if cfg!(debug_assertions) { f32::NAN } else { 0.0 }; len],
-                };
+                let (mut data, _) = cpu.buffer(category, shape);
+                if cfg!(debug_assertions) {
+                    data.fill(f32::NAN);
+                }
                 cpu.tensor(category, shape, data)
             }
             Self::Cuda(cuda) => match *cuda {},
@@ -172,14 +144,10 @@ impl Device {
     pub fn zeros(&self, category: MemoryCategory, shape: &[usize]) -> Tensor {
         match self {
             Self::Cpu(cpu) => {
-                let len = shape.iter().product();
-                let data = match cpu.inner.pool.take(len) {
-                    Some(mut data) => {
-                        data.fill(0.0);
-                        data
-                    }
-                    None => vec![0.0; len],
-                };
+                let (mut data, is_zero) = cpu.buffer(category, shape);
+                if !is_zero {
+                    data.fill(0.0);
+                }
                 cpu.tensor(category, shape, data)
             }
             Self::Cuda(cuda) => match *cuda {},
@@ -215,6 +183,12 @@ impl CpuDevice {
     /// Threads in the pool.
     pub fn num_threads(&self) -> usize {
         self.inner.threads.current_num_threads()
+    }
+
+    /// Room for a tensor, and whether its values are zero.
+    fn buffer(&self, category: MemoryCategory, shape: &[usize]) -> (Vec<f32>, bool) {
+        let len = shape.iter().product();
+        if is_pooled(category) { self.inner.pool.take(len) } else { (vec![0.0; len], true) }
     }
 
     fn tensor(&self, category: MemoryCategory, shape: &[usize], data: Vec<f32>) -> Tensor {

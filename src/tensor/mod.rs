@@ -7,6 +7,7 @@ pub mod lane;
 pub mod memory;
 pub mod phase;
 
+mod pool;
 mod storage;
 
 pub use device::{CpuDevice, CudaDevice, Device};

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use super::device::CpuPool;
 use super::memory::{Charge, MemoryCategory};
+use super::pool::CpuPool;
 
 /// Floating-point values in row-major order, owned, on one device.
 ///
@@ -64,11 +64,15 @@ impl Tensor {
     }
 }
 
+/// Whether buffers of this category live for a block or a step only, and are used again after it.
+pub(super) fn is_pooled(category: MemoryCategory) -> bool {
+    matches!(category, MemoryCategory::Workspace | MemoryCategory::Activations)
+}
+
 impl Drop for Tensor {
     fn drop(&mut self) {
-        // Buffers that live for a block or a step come back with the same sizes: mapping fresh pages each time costs more than the work.
-        if matches!(self.category(), MemoryCategory::Workspace | MemoryCategory::Activations) {
-            self.pool.recycle(std::mem::take(&mut self.data));
+        if is_pooled(self.category()) {
+            self.pool.give_back(std::mem::take(&mut self.data));
         }
     }
 }
