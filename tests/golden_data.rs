@@ -1,15 +1,37 @@
 //! Golden tests of the data floor: chat templates and token ids against the reference values.
 #![allow(clippy::disallowed_methods, clippy::disallowed_macros)]
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 use tandem::data::chat_template::{ChatTemplate, SpecialTokens};
+use tandem::data::tokenizer::Tokenizer;
+use tandem::formats::safetensors::SafetensorsFile;
 
 /// The folder of reference values: `TANDEM_GOLDEN`, or `tests/golden`.
 fn golden() -> PathBuf {
-    std::env::var_os("TANDEM_GOLDEN")
-        .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden"), PathBuf::from)
+    match std::env::var_os("TANDEM_GOLDEN").filter(|v| !v.is_empty()) {
+        Some(folder) => PathBuf::from(folder),
+        None => Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden"),
+    }
+}
+
+/// A reference file: from the golden folder, or, where that has none, from the repository's own.
+fn golden_file(name: &str) -> PathBuf {
+    let path = golden().join(name);
+    if path.exists() { path } else { Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name) }
+}
+
+/// SmolLM2's tokenizer, from the GGUF file that the set-up of the project fetches.
+fn smollm2() -> Tokenizer {
+    let path = tandem::base::paths::models().unwrap().join("SmolLM2-135M-Instruct.Q4_1.gguf");
+    Tokenizer::open(&path).unwrap_or_else(|e| panic!("`cargo xtask starter` fetches the starter model: {e:#}"))
+}
+
+fn texts_and_reference() -> (Vec<String>, SafetensorsFile) {
+    let file = SafetensorsFile::open(&golden_file("smollm2.safetensors")).unwrap();
+    let texts = serde_json::from_str(&file.metadata()["texts"]).unwrap();
+    (texts, file)
 }
 
 /// Characters before byte `at`: the references count characters.
@@ -19,8 +41,9 @@ fn chars(text: &str, at: usize) -> usize {
 
 #[test]
 fn golden_chat_templates() {
-    let folder = golden().join("chat_templates");
-    let cases = std::fs::read_to_string(folder.join("cases.jsonl")).unwrap();
+    let cases_file = golden_file("chat_templates/cases.jsonl");
+    let folder = cases_file.parent().unwrap();
+    let cases = std::fs::read_to_string(&cases_file).unwrap();
     let now = jiff::civil::date(2026, 7, 26).at(12, 0, 0, 0);
     let (mut failures, mut num_cases) = (Vec::new(), 0);
     for line in cases.lines().filter(|l| !l.trim().is_empty()) {
@@ -69,4 +92,29 @@ fn golden_chat_templates() {
     }
     assert!(num_cases > 0, "no cases in {}", folder.display());
     assert!(failures.is_empty(), "{} of {num_cases} cases differ:\n{}", failures.len(), failures.join("\n"));
+}
+
+#[test]
+fn golden_smollm2_token_ids() {
+    let tokenizer = smollm2();
+    let (texts, reference) = texts_and_reference();
+    let ids: Vec<i32> = texts.iter().flat_map(|text| tokenizer.encode(text, false).unwrap()).collect();
+    assert_eq!(ids, reference.to_i32("input_ids").unwrap());
+    let cases = std::fs::read_to_string(golden_file("smollm2_tokens.json")).unwrap();
+    let cases: Vec<Value> = serde_json::from_str(&cases).unwrap();
+    assert!(!cases.is_empty());
+    for case in cases {
+        let text = case["text"].as_str().unwrap();
+        let expected: Vec<i32> = serde_json::from_value(case["ids"].clone()).unwrap();
+        let encoding = tokenizer.encode_with_offsets(text, false).unwrap();
+        assert_eq!(encoding.ids, expected, "{text:?}");
+        assert_eq!(tokenizer.decode(&expected, false).unwrap(), text);
+        // The offsets cover the text without holes, character by character.
+        let mut end = 0;
+        for offset in &encoding.offsets {
+            assert!(offset.start <= end && offset.end >= end, "{text:?}: {:?}", encoding.offsets);
+            end = offset.end;
+        }
+        assert_eq!(end, text.len());
+    }
 }

@@ -5,3 +5,4 @@ pub mod dataset;
 pub mod example;
 pub mod options;
 pub mod pack;
+pub mod tokenizer;
