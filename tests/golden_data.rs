@@ -5,6 +5,9 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 use tandem::data::chat_template::{ChatTemplate, SpecialTokens};
+use tandem::data::dataset::{Content, Record};
+use tandem::data::example::ExampleBuilder;
+use tandem::data::options::TrainOn;
 use tandem::data::tokenizer::Tokenizer;
 use tandem::formats::safetensors::SafetensorsFile;
 
@@ -117,4 +120,24 @@ fn golden_smollm2_token_ids() {
         }
         assert_eq!(end, text.len());
     }
+}
+
+/// The labels of the reference: prompt and answer as one ChatML text, the answer and its end token trained.
+#[test]
+fn golden_smollm2_labels() {
+    let chatml = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}\
+        {% if not loop.last %}{{ '\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '\n<|im_start|>assistant\n' }}{% endif %}";
+    let template = ChatTemplate::new(chatml, SpecialTokens::default()).unwrap();
+    let builder = ExampleBuilder::new(smollm2(), Some(template), TrainOn::Assistant).unwrap();
+    let (texts, reference) = texts_and_reference();
+    let mut labels = Vec::new();
+    for text in &texts {
+        let (user, assistant) = text.split_once("<|im_end|>\n<|im_start|>assistant\n").unwrap();
+        let prompt = user.strip_prefix("<|im_start|>user\n").unwrap().to_owned();
+        let completion = assistant.strip_suffix("<|im_end|>").unwrap().to_owned();
+        let content = Content::Pair { system: None, prompt, completion, separator: "" };
+        let record = Record { path: Path::new("smollm2.safetensors").into(), line: 1, content };
+        labels.extend(builder.build(&record).unwrap().labels);
+    }
+    assert_eq!(labels, reference.to_i32("labels").unwrap());
 }

@@ -19,6 +19,7 @@ use crate::base::error::{BadRecord, Result};
 use crate::base::rng::Philox;
 use file::{FileKind, Line};
 use layouts::Layout;
+pub use layouts::turn;
 
 /// A row as it was written.
 type Row = Map<String, Value>;

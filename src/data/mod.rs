@@ -5,4 +5,6 @@ pub mod dataset;
 pub mod example;
 pub mod options;
 pub mod pack;
+#[cfg(test)]
+mod testing;
 pub mod tokenizer;
