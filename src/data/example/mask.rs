@@ -70,7 +70,7 @@ impl ExampleBuilder {
         let turns: Vec<usize> = (0..messages.len()).filter(|i| messages[*i]["role"] == "assistant").collect();
         let ends_with_assistant = turns.last().is_some_and(|last| last + 1 == messages.len());
         let trained = match (self.train_on, turns.last()) {
-            (TrainOn::Everything, _) => Ok(vec![0..text.len()]),
+            (TrainOn::Everything, _) => Ok(std::iter::once(0..text.len()).collect()),
             (_, None) => Err("there is no assistant turn to train on".into()),
             (TrainOn::Assistant, _) if conversation.template.marks_assistant() => Ok(assistant_spans),
             (TrainOn::LastTurn, Some(last)) if conversation.template.marks_assistant() => {
