@@ -5,6 +5,7 @@
 
 use rayon::prelude::*;
 
+use super::vector;
 use crate::tensor::{Device, Tensor};
 
 /// `logits` [C, V] and `targets` [C] → `losses` [C] in nats. With `weight`, `logits` become their gradient times `weight`.
@@ -22,36 +23,23 @@ pub fn forward_backward_in_place(
             let precision = cpu.precision();
             let rows = logits.f32s_mut().par_chunks_exact_mut(vocab).zip(targets).zip(losses);
             rows.for_each(|((z, &target), loss)| {
-                let target = target as usize;
-                let max = z.iter().fold(f32::NEG_INFINITY, |a, &b| a.max(b));
-                let sum = sum_exp(z, max);
-                *loss = max + sum.ln() - z[target];
-                if let Some(weight) = weight {
-                    let scale = weight / sum;
-                    for z in z.iter_mut() {
-                        *z = (*z - max).exp() * scale;
+                let (max, target, target_logit) = (vector::max(z), target as usize, z[target as usize]);
+                let sum = match weight {
+                    None => vector::sum_exp(z, max),
+                    Some(weight) => {
+                        let sum = vector::exp_in_place(z, max);
+                        let scale = weight / sum;
+                        z.iter_mut().for_each(|z| *z *= scale);
+                        z[target] -= weight;
+                        precision.round_slice(z);
+                        sum
                     }
-                    z[target] -= weight;
-                    precision.round_slice(z);
-                }
+                };
+                *loss = max + sum.ln() - target_logit;
             });
         }
         Device::Cuda(cuda) => match *cuda {},
     }
-}
-
-/// `Σ exp(z − max)` with sixteen running sums: a vocabulary is too long for one sum in f32.
-fn sum_exp(z: &[f32], max: f32) -> f32 {
-    const LANES: usize = 16;
-    let mut sums = [0.0f32; LANES];
-    let chunks = z.chunks_exact(LANES);
-    let rest: f32 = chunks.remainder().iter().map(|z| (z - max).exp()).sum();
-    for chunk in chunks {
-        for (sum, z) in sums.iter_mut().zip(chunk) {
-            *sum += (z - max).exp();
-        }
-    }
-    sums.iter().sum::<f32>() + rest
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 use rayon::prelude::*;
 
 use super::MIN_ROWS_PER_TASK;
-use crate::tensor::{Device, Indices, Tensor};
+use crate::tensor::{Device, Indices, Precision, Tensor};
 
 /// Values that one task handles at least.
 const MIN_VALUES_PER_TASK: usize = 16_384;
@@ -77,7 +77,9 @@ pub fn round(device: &Device, x: &mut Tensor) {
     match device {
         Device::Cpu(cpu) => {
             let precision = cpu.precision();
-            x.f32s_mut().par_chunks_mut(MIN_VALUES_PER_TASK).for_each(|x| precision.round_slice(x));
+            if precision != Precision::F32 {
+                x.f32s_mut().par_chunks_mut(MIN_VALUES_PER_TASK).for_each(|x| precision.round_slice(x));
+            }
         }
         Device::Cuda(cuda) => match *cuda {},
     }

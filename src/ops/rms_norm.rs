@@ -5,7 +5,8 @@
 
 use rayon::prelude::*;
 
-use super::{MIN_ROWS_PER_TASK, dot};
+use super::MIN_ROWS_PER_TASK;
+use super::vector::dot;
 use crate::tensor::{Device, Tensor};
 
 /// Rows whose weight gradients are added up before they meet the others: fixed, so that the sum does not depend on threads.

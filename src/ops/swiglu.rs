@@ -4,13 +4,15 @@
 
 use rayon::prelude::*;
 
-use crate::tensor::{Device, Tensor};
+use super::vector::exp;
+use crate::tensor::{Device, Precision, Tensor};
 
-/// Values that one task handles at least.
-const MIN_VALUES_PER_TASK: usize = 4096;
+/// Values that one task handles.
+const VALUES_PER_TASK: usize = 16_384;
 
+#[inline(always)]
 fn sigmoid(x: f32) -> f32 {
-    1.0 / (1.0 + (-x).exp())
+    1.0 / (1.0 + exp(-x))
 }
 
 /// `gate` (e) and `up` (g) [T, I] → `h` [T, I]. `silu(e)` is rounded to the storage format before the product.
@@ -19,10 +21,9 @@ pub fn forward(device: &Device, gate: &Tensor, up: &Tensor, h: &mut Tensor) {
     match device {
         Device::Cpu(cpu) => {
             let precision = cpu.precision();
-            let values = h.f32s_mut().par_iter_mut().zip(gate.f32s()).zip(up.f32s());
-            values.with_min_len(MIN_VALUES_PER_TASK).for_each(|((h, &e), &g)| {
-                *h = precision.round(precision.round(e * sigmoid(e)) * g);
-            });
+            let tasks = h.f32s_mut().par_chunks_mut(VALUES_PER_TASK);
+            let tasks = tasks.zip(gate.f32s().par_chunks(VALUES_PER_TASK)).zip(up.f32s().par_chunks(VALUES_PER_TASK));
+            tasks.for_each(|((h, gate), up)| forward_values(precision, gate, up, h));
         }
         Device::Cuda(cuda) => match *cuda {},
     }
@@ -34,15 +35,35 @@ pub fn backward_in_place(device: &Device, dh: &Tensor, gate: &mut Tensor, up: &m
     match device {
         Device::Cpu(cpu) => {
             let precision = cpu.precision();
-            let values = gate.f32s_mut().par_iter_mut().zip(up.f32s_mut().par_iter_mut()).zip(dh.f32s());
-            values.with_min_len(MIN_VALUES_PER_TASK).for_each(|((gate, up), &dh)| {
-                let (e, g) = (*gate, *up);
-                let s = sigmoid(e);
-                *gate = precision.round(dh * g * s * (1.0 + e * (1.0 - s)));
-                *up = precision.round(dh * e * s);
+            let tasks = gate.f32s_mut().par_chunks_mut(VALUES_PER_TASK);
+            let tasks = tasks.zip(up.f32s_mut().par_chunks_mut(VALUES_PER_TASK));
+            tasks.zip(dh.f32s().par_chunks(VALUES_PER_TASK)).for_each(|((gate, up), dh)| {
+                backward_values(dh, gate, up);
+                precision.round_slice(gate);
+                precision.round_slice(up);
             });
         }
         Device::Cuda(cuda) => match *cuda {},
+    }
+}
+
+fn forward_values(precision: Precision, gate: &[f32], up: &[f32], h: &mut [f32]) {
+    for (h, &e) in h.iter_mut().zip(gate) {
+        *h = e * sigmoid(e);
+    }
+    precision.round_slice(h);
+    for (h, &g) in h.iter_mut().zip(up) {
+        *h *= g;
+    }
+    precision.round_slice(h);
+}
+
+fn backward_values(dh: &[f32], gate: &mut [f32], up: &mut [f32]) {
+    for ((gate, up), &dh) in gate.iter_mut().zip(up).zip(dh) {
+        let (e, g) = (*gate, *up);
+        let s = sigmoid(e);
+        *gate = dh * g * s * (1.0 + e * (1.0 - s));
+        *up = dh * e * s;
     }
 }
 

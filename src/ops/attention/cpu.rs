@@ -4,8 +4,8 @@ use rayon::prelude::*;
 
 use super::tiles::TILE_ROWS;
 use super::{AttentionShape, Saved, Tile, TileList};
-use crate::ops::dot;
 use crate::ops::matmul::{Mat, MatMut, gemm_serial};
+use crate::ops::vector::{dot, exp, exp_in_place, max};
 use crate::tensor::Precision;
 
 /// Splits a row-major buffer into the rows of each tile; tiles cover the rows in order.
@@ -90,18 +90,14 @@ fn forward_tile(
         gemm_serial(scale, q_tile, k_tile.t(), 0.0, MatMut::new(scores, rows, cols, cols));
         for (i, scores) in scores.chunks_exact_mut(cols).enumerate() {
             mask(tiles, tile.start + i, k_start, scores);
-            let max = scores.iter().fold(row_max[i], |a, &b| a.max(b));
+            let max = max(scores).max(row_max[i]);
             if max == f32::NEG_INFINITY {
                 // This row sees none of these keys (a window passed them by): it adds nothing.
                 scores.fill(0.0);
                 continue;
             }
-            let correction = (row_max[i] - max).exp();
-            let mut sum = 0.0;
-            for score in scores.iter_mut() {
-                *score = (*score - max).exp();
-                sum += *score;
-            }
+            let correction = exp(row_max[i] - max);
+            let sum = exp_in_place(scores, max);
             row_max[i] = max;
             row_sum[i] = row_sum[i] * correction + sum;
             accumulator[i * d..][..d].iter_mut().for_each(|x| *x *= correction);
@@ -250,7 +246,7 @@ fn probabilities(
         let (lse, delta) = (saved.softmax_lse.f32s()[row], delta[row]);
         mask(tiles, q_start + i, k_start, scores);
         for (p, ds) in scores.iter_mut().zip(d_scores) {
-            *p = (*p - lse).exp();
+            *p = exp(*p - lse);
             *ds = *p * (*ds - delta);
         }
     }
