@@ -3,6 +3,7 @@
 pub mod chat_template;
 pub mod dataset;
 pub mod example;
+pub mod loader;
 pub mod options;
 pub mod pack;
 #[cfg(test)]
