@@ -9,6 +9,7 @@ mod mapping;
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context as _, bail, ensure};
 use rayon::prelude::*;
@@ -105,11 +106,20 @@ impl Dataset {
     /// names a column that no row has, and when no row is usable: then the error lists the columns found and what was
     /// looked for. A single bad row is not an error: it is in `rejected`.
     pub fn open(path: &Path, options: &DatasetOptions) -> Result<Self> {
+        let never = AtomicBool::new(false);
+        Self::open_unless_stopped(path, options, &never)?.context("reading was stopped")
+    }
+
+    /// As [`Dataset::open`]; `None` when `stop` was raised on the way.
+    ///
+    /// # Errors
+    /// As [`Dataset::open`].
+    pub fn open_unless_stopped(path: &Path, options: &DatasetOptions, stop: &AtomicBool) -> Result<Option<Self>> {
         let kind = file::kind(path)?;
         let text = file::read_utf8(path)?;
         match file::resolve(kind, path, &text)? {
-            FileKind::PlainText => Self::from_plain_text(path, &text, options),
-            _ => Self::from_json_lines(path, &text, options),
+            FileKind::PlainText => Self::from_plain_text(path, &text, options).map(Some),
+            _ => Self::from_json_lines(path, &text, options, stop),
         }
     }
 
@@ -136,20 +146,32 @@ impl Dataset {
         Ok(Self { records, rejected: Vec::new(), columns: Vec::new(), layout: LayoutChoice::Text })
     }
 
-    fn from_json_lines(path: &Path, text: &str, options: &DatasetOptions) -> Result<Self> {
+    fn from_json_lines(path: &Path, text: &str, options: &DatasetOptions, stop: &AtomicBool) -> Result<Option<Self>> {
         let source: Arc<Path> = path.into();
         let lines = file::lines(text);
-        let rows: Vec<(usize, RowOrReason)> =
-            lines.par_iter().map(|Line { number, text }| (*number, parse_row(text))).collect();
+        // `None` from one row, when stopped, ends the work on the others.
+        let going = || (!stop.load(Ordering::Relaxed)).then_some(());
+        let rows: Option<Vec<(usize, RowOrReason)>> = lines
+            .par_iter()
+            .map(|Line { number, text }| {
+                going()?;
+                Some((*number, parse_row(text)))
+            })
+            .collect();
+        let Some(rows) = rows else { return Ok(None) };
         let columns = columns_of(&rows);
         let layout = Layout::choose(options, &rows, &columns).with_context(|| format!("{}", path.display()))?;
         if layout.choice() == LayoutChoice::Text {
             refuse_system_for_text(options)?;
         }
-        let contents: Vec<(usize, Result<Content, String>)> = rows
+        let contents: Option<Vec<(usize, Result<Content, String>)>> = rows
             .into_par_iter()
-            .map(|(line, row)| (line, row.and_then(|row| layout.read(row, options.system.as_deref()))))
+            .map(|(line, row)| {
+                going()?;
+                Some((line, row.and_then(|row| layout.read(row, options.system.as_deref()))))
+            })
             .collect();
+        let Some(contents) = contents else { return Ok(None) };
         let (mut records, mut rejected) = (Vec::new(), Vec::new());
         for (line, content) in contents {
             match content {
@@ -163,7 +185,7 @@ impl Dataset {
         if records.is_empty() {
             bail!(no_usable_row(path, &columns, &layout.looked_for(), &rejected));
         }
-        Ok(Self { records, rejected, columns, layout: layout.choice() })
+        Ok(Some(Self { records, rejected, columns, layout: layout.choice() }))
     }
 }
 

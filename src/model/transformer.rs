@@ -64,6 +64,20 @@ impl Transformer {
     /// # Errors
     /// When a tensor cannot be read.
     pub fn load(checkpoint: &Checkpoint, device: &Device, progress: &mut dyn FnMut(u64, u64)) -> Result<Self> {
+        let never = AtomicBool::new(false);
+        Self::load_unless_stopped(checkpoint, device, progress, &never)?.context("loading was stopped")
+    }
+
+    /// As [`Transformer::load`]; `None` when `stop` was raised on the way (it is looked at before every block).
+    ///
+    /// # Errors
+    /// As [`Transformer::load`].
+    pub fn load_unless_stopped(
+        checkpoint: &Checkpoint,
+        device: &Device,
+        progress: &mut dyn FnMut(u64, u64),
+        stop: &AtomicBool,
+    ) -> Result<Option<Self>> {
         let config = checkpoint.config().clone();
         let mut builder = Builder {
             checkpoint,
@@ -74,14 +88,20 @@ impl Transformer {
             total_bytes: checkpoint.num_parameters() * 4,
         };
         let embed_tokens = Embedding { weight: builder.parameter("model.embed_tokens.weight")? };
-        let blocks = (0..config.num_hidden_layers).map(|i| builder.block(&config, i)).collect::<Result<Vec<_>>>()?;
+        let mut blocks = Vec::with_capacity(config.num_hidden_layers);
+        for i in 0..config.num_hidden_layers {
+            if stop.load(Ordering::Relaxed) {
+                return Ok(None);
+            }
+            blocks.push(builder.block(&config, i)?);
+        }
         let norm = builder.norm("model.norm", &config, config.hidden_size)?;
         let weight =
             if config.tie_word_embeddings { embed_tokens.weight } else { builder.parameter("lm_head.weight")? };
         let params = builder.params;
         let inv_freq = rotary::inv_freq(&config);
         let head = Head { norm, weight };
-        Ok(Self {
+        Ok(Some(Self {
             device: device.clone(),
             config,
             params,
@@ -90,7 +110,7 @@ impl Transformer {
             head,
             inv_freq,
             rope: Mutex::default(),
-        })
+        }))
     }
 
     /// The model's configuration.

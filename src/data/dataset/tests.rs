@@ -283,3 +283,16 @@ fn the_split_is_fixed_by_its_seed_and_keeps_order() {
     assert_eq!(split(vec![1], 0.5, 7).unwrap(), (vec![1], vec![]));
     assert!(split(items, 1.0, 7).is_err());
 }
+
+#[test]
+fn reading_ends_when_stopped() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("d.jsonl");
+    std::fs::write(&path, "{\"text\": \"a\"}\n").unwrap();
+    let stopped = |stop: bool| {
+        let stop = std::sync::atomic::AtomicBool::new(stop);
+        Dataset::open_unless_stopped(&path, &DatasetOptions::default(), &stop).unwrap().is_none()
+    };
+    assert!(stopped(true));
+    assert!(!stopped(false));
+}
