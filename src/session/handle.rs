@@ -17,6 +17,7 @@ use super::event_sink::EventSink;
 pub use super::event_sink::RunWaker;
 use super::run_folder::RunFolder;
 use super::store::Store;
+use super::{run_loop, starter};
 use crate::base::error::Result;
 
 /// Events that may wait for the view: minutes of a fast run.
@@ -124,12 +125,24 @@ impl Drop for RunHandle {
     }
 }
 
+/// Starts a run: makes its folder and trains on a thread of its own.
+///
+/// `waker` is called, from another thread and at most every 100 ms, when there are events to drain.
+///
+/// # Errors
+/// When the configuration is not valid, the starter model is meant and not on this machine, or the run's folder cannot
+/// be made. Everything later is told by the run's events.
+pub fn start(mut config: RunConfig, waker: Option<RunWaker>) -> Result<RunHandle> {
+    config.model.path = starter::resolve_model(&config.model.path)?;
+    config.data.path = starter::resolve_dataset(&config.data.path)?;
+    start_body(config, waker, run_loop::run)
+}
+
 /// Makes a run folder and starts `body` on the training thread.
 ///
 /// # Errors
 /// When the configuration is not valid, or the folder, the store or the thread cannot be made.
-#[cfg_attr(not(test), expect(dead_code, reason = "called by the run loop, which comes with the engine"))]
-pub(super) fn start_body(
+fn start_body(
     config: RunConfig,
     waker: Option<RunWaker>,
     body: impl FnOnce(&RunContext) -> Result<Outcome> + Send + 'static,

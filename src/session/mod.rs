@@ -7,11 +7,13 @@ pub mod handle;
 pub mod machine;
 pub mod recent;
 pub mod run_folder;
+mod run_loop;
 pub mod run_view;
 pub mod runs;
 pub mod runtime;
 pub mod starter;
 pub mod store;
+pub mod training_data;
 
 pub use crate::data::options::{LayoutChoice, Overlong, TrainOn};
 pub use crate::tensor::memory::{CategoryBytes, MemoryCategory, MemoryReport};

@@ -1,0 +1,168 @@
+//! Before the first step: device, model, data, trainer; every stage tells its progress and sees a stop.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::ensure;
+
+use super::saving;
+use crate::base::error::Result;
+use crate::base::units;
+use crate::data::loader::{Cursor, Loader};
+use crate::data::pack::PackedBatch;
+use crate::model::loading::Checkpoint;
+use crate::model::transformer::Transformer;
+use crate::session::config::RunConfig;
+use crate::session::event::{NoteLevel, RunEvent, RunInfo};
+use crate::session::event_sink::EventSink;
+use crate::session::handle::RunContext;
+use crate::session::run_folder;
+use crate::session::training_data::{self, TrainingData};
+use crate::tensor::device::Device;
+use crate::train::config::{DeviceChoice, MethodConfig, MethodKind};
+use crate::train::trainer::{Trainer, TrainerSetup};
+
+/// Least time between two progress events of one stage.
+const TELL_EVERY: Duration = Duration::from_millis(100);
+
+/// Everything that training needs.
+pub(super) struct Prepared {
+    pub checkpoint: Checkpoint,
+    pub trainer: Trainer,
+    pub loader: Loader,
+    pub eval_batches: Vec<PackedBatch>,
+    /// Tokens of documents that a step holds on average.
+    pub tokens_per_step: f64,
+    pub info: RunInfo,
+}
+
+/// Tells stages, from any thread: the first and the last word of each, and some between.
+struct Stages<'a> {
+    sink: &'a EventSink,
+    /// The stage told last, and when.
+    told: Mutex<Option<(String, Instant)>>,
+}
+
+impl Stages<'_> {
+    fn tell(&self, stage: &str, done: u64, total: u64) {
+        let is_last = total > 0 && done == total;
+        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        if !is_last && told.as_ref().is_some_and(|(last, at)| last == stage && at.elapsed() < TELL_EVERY) {
+            return;
+        }
+        *told = Some((stage.into(), Instant::now()));
+        self.sink.emit(RunEvent::Preparing { stage: stage.into(), done, total });
+    }
+}
+
+/// Prepares a run; `None` when it was stopped on the way. Cheap checks come first, loading the weights last.
+pub(super) fn prepare(context: &RunContext) -> Result<Option<Prepared>> {
+    let RunContext { config, sink, control, .. } = context;
+    let stop = control.stop_flag();
+    let stages = Stages { sink, told: Mutex::new(None) };
+    let device = choose_device(config, sink)?;
+    stages.tell("opening the model", 0, 0);
+    let checkpoint = Checkpoint::open(&config.model.path)?;
+    let builder = training_data::example_builder(config)?;
+    let data = TrainingData::read(config, &builder, &|stage, done, total| stages.tell(stage, done, total), stop)?;
+    let Some(data) = data else { return Ok(None) };
+    for (level, text) in &data.notes {
+        sink.note(*level, text.clone());
+    }
+    check_fits(&data, &checkpoint, sink)?;
+
+    let (total_steps, steps_per_epoch) = (data.plan.total_steps(), data.plan.steps_per_epoch() as f64);
+    let stage = "loading weights";
+    let model = Transformer::load_unless_stopped(
+        &checkpoint,
+        &device,
+        &mut |done, total| stages.tell(stage, done, total),
+        stop,
+    )?;
+    let Some(model) = model else { return Ok(None) };
+    let mut trainer = Trainer::new(
+        model,
+        TrainerSetup {
+            method: config.method.clone(),
+            optimizer: config.optimizer.clone(),
+            activations: config.train.activations,
+            seed: config.seed,
+            total_steps,
+        },
+    )?;
+    if let Some(folder) = &config.method.init_adapter {
+        saving::set_init_adapter(&mut trainer, &config.method, folder)?;
+    }
+    let info = RunInfo {
+        name: run_folder::run_name(config),
+        folder: context.folder.clone(),
+        model: run_folder::short_name(&config.model.path),
+        method: describe_method(&config.method),
+        device: device.describe(),
+        total_steps,
+        steps_per_epoch,
+        pack_len: config.packing.pack_len,
+        num_parameters: checkpoint.num_parameters(),
+        num_trainable: trainer.num_trainable(),
+        num_hidden_layers: checkpoint.config().num_hidden_layers,
+        num_train_records: data.num_train_records,
+        num_eval_records: data.num_eval_records,
+    };
+    let tokens_per_step = data.plan.tokens_per_epoch() as f64 / steps_per_epoch;
+    let loader = data.plan.start(Cursor::default())?;
+    Ok(Some(Prepared { checkpoint, trainer, loader, eval_batches: data.eval_batches, tokens_per_step, info }))
+}
+
+/// The device a configuration asks for; what `auto` decides is told with its reason.
+fn choose_device(config: &RunConfig, sink: &EventSink) -> Result<Device> {
+    let train = &config.train;
+    let cpu = || Device::cpu(train.threads, train.precision);
+    match train.device {
+        DeviceChoice::Cpu => cpu(),
+        DeviceChoice::Cuda => Device::cuda().map_err(|reason| {
+            anyhow::Error::new(reason).context("`device` in [train] is \"cuda\"; set it to \"cpu\" or \"auto\"")
+        }),
+        DeviceChoice::Auto => match Device::cuda() {
+            Ok(device) => Ok(device),
+            Err(reason) => {
+                sink.note(NoteLevel::Warning, format!("training on the CPU, because there is {reason}"));
+                cpu()
+            }
+        },
+    }
+}
+
+/// Checks that data and model fit each other.
+fn check_fits(data: &TrainingData, checkpoint: &Checkpoint, sink: &EventSink) -> Result<()> {
+    let config = checkpoint.config();
+    let (largest, vocab_size) = (data.max_token_id, config.vocab_size);
+    ensure!(
+        usize::try_from(largest).is_ok_and(|id| id < vocab_size),
+        "the tokenizer makes token {largest}, the model's vocabulary has {vocab_size}: tokenizer and model do not belong \
+         together"
+    );
+    let (longest, context) = (data.longest, config.max_position_embeddings);
+    if longest > context {
+        let text = format!(
+            "the longest document has {} tokens, the model was made for {}: set `pack_len` in [packing] to that",
+            units::count(longest as u64),
+            units::count(context as u64)
+        );
+        sink.note(NoteLevel::Warning, text);
+    }
+    if data.eval_batches.is_empty() {
+        let text =
+            "no records are held out, so there is no held-out loss; set `eval_fraction` or `eval_path` in [data]";
+        sink.note(NoteLevel::Info, text);
+    }
+    Ok(())
+}
+
+/// One line on the method.
+fn describe_method(method: &MethodConfig) -> String {
+    match method.kind {
+        MethodKind::Full => "full fine-tuning".into(),
+        MethodKind::Lora if method.use_rslora => format!("LoRA r{} (rsLoRA)", method.r),
+        MethodKind::Lora => format!("LoRA r{}", method.r),
+    }
+}
