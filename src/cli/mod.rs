@@ -1,0 +1,68 @@
+//! Commands, flags and exit codes: 0 done (or stopped by the user), 1 failed, 2 wrong usage.
+
+mod runs;
+mod signals;
+mod starter;
+mod train;
+mod train_output;
+
+use std::io::Write as _;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use tracing_subscriber::EnvFilter;
+
+/// Fine-tunes local language models on this machine.
+#[derive(Parser)]
+#[command(name = "tandem", version, about, max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Train a model as a run.toml says.
+    Train(Box<train::TrainArgs>),
+    /// List the runs on this machine.
+    Runs(runs::RunsArgs),
+    /// The starter model: a small real model to begin with.
+    #[command(subcommand)]
+    Starter(starter::StarterCommand),
+}
+
+/// Runs the program.
+pub fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(message) => {
+            // Help and version arrive here too, and leave with 0. A closed terminal cannot be told anything.
+            let _ = message.print();
+            return if message.use_stderr() { ExitCode::from(2) } else { ExitCode::SUCCESS };
+        }
+    };
+    log_to_stderr();
+    let result = match cli.command {
+        Command::Train(args) => train::run(&args),
+        Command::Runs(args) => runs::run(&args),
+        Command::Starter(command) => starter::run(&command),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            say(&format!("error: {error:#}"));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Diagnostics of the program itself go to stderr; `TANDEM_LOG` (as `debug`, `tandem=trace`) says which.
+fn log_to_stderr() {
+    let filter = EnvFilter::try_from_env("TANDEM_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+}
+
+/// A line on stderr. A terminal that was closed must not end a run, as `eprintln!` would.
+fn say(text: &str) {
+    drop(writeln!(std::io::stderr(), "{text}"));
+}
