@@ -150,6 +150,12 @@ impl Tokenizer {
         token.is_some_and(|token| self.inner.get_added_vocabulary().is_special_token(&token))
     }
 
+    /// The texts of all control tokens.
+    pub fn special_texts(&self) -> impl Iterator<Item = &str> {
+        let added = self.inner.get_added_vocabulary().get_added_tokens_decoder().values();
+        added.filter(|token| token.special).map(|token| token.content.as_str())
+    }
+
     /// How the vocabulary writes the token.
     pub fn token(&self, id: i32) -> Option<String> {
         u32::try_from(id).ok().and_then(|id| self.inner.id_to_token(id))

@@ -86,11 +86,7 @@ impl ExampleBuilder {
 
     /// The range of assistant turn `i` in the rendered conversation, its end token included.
     fn turn_range(&self, conversation: &Conversation<'_>, text: &str, i: usize) -> Result<Range<usize>, String> {
-        let before = conversation.render(i, true)?.text;
-        if !text.starts_with(&before) {
-            return Err(not_a_prefix(i, "the generation prompt before it"));
-        }
-        let start = before.len();
+        let start = self.turn_start(conversation, text, i)?;
         let through = conversation.render(i + 1, false)?.text;
         if text.starts_with(&through) && through.len() >= start {
             let turn = text[start..through.len()].trim_end();
@@ -98,17 +94,38 @@ impl ExampleBuilder {
             let ended = self.eos_texts.iter().any(|eos| turn.ends_with(eos.as_str()));
             return Ok(start..if ended { start + turn.len() } else { through.len() });
         }
-        // Some templates write the last turn in another way (Qwen3 keeps its thoughts): then the turns that follow, up to
-        // the next one of the assistant, must settle it, and the turn ends at its end token.
+        // Some templates write the last turn in another way (Qwen3 keeps its thoughts, Phi-3 adds an end of text): then
+        // what follows, up to the next turn of the assistant, must settle it, and the turn ends at its end token.
         let messages = conversation.messages;
         let next = (i + 1..messages.len()).find(|j| messages[*j]["role"] == "assistant").unwrap_or(messages.len());
-        let with_reply = if next == messages.len() { text.to_owned() } else { conversation.render(next, false)?.text };
-        if next == i + 1 || !text.starts_with(&with_reply) || with_reply.len() < start {
-            return Err(not_a_prefix(i, "the conversation up to its end"));
+        let unclear = || not_a_prefix(i, "the conversation up to its end");
+        if next == i + 1 {
+            return Err(unclear());
         }
-        let region = &text[start..with_reply.len()];
+        let limit = if next == messages.len() { text.len() } else { self.turn_start(conversation, text, next)? };
+        let region = text.get(start..limit).ok_or_else(unclear)?;
         let end = self.eos_texts.iter().filter_map(|eos| region.find(eos.as_str()).map(|at| at + eos.len())).min();
-        end.map(|end| start..start + end).ok_or_else(|| not_a_prefix(i, "the conversation up to its end"))
+        end.map(|end| start..start + end).ok_or_else(unclear)
+    }
+
+    /// Where the text of assistant turn `i` starts: after the generation prompt.
+    fn turn_start(&self, conversation: &Conversation<'_>, text: &str, i: usize) -> Result<usize, String> {
+        let before = conversation.render(i, true)?.text;
+        if text.starts_with(&before) {
+            return Ok(before.len());
+        }
+        // A generation prompt may go on where a written turn does not (DeepSeek-R1 opens the thoughts): the turn starts
+        // after the last special token that both have.
+        let base = conversation.render(i, false)?.text;
+        let common = text.bytes().zip(before.bytes()).take_while(|(a, b)| a == b).count();
+        let header = if text.starts_with(&base) { text.as_bytes().get(base.len()..common) } else { None };
+        let header = header.unwrap_or_default();
+        let ends = self.tokenizer.special_texts().filter_map(|token| {
+            let token = token.as_bytes();
+            header.windows(token.len().max(1)).rposition(|window| window == token).map(|at| at + token.len())
+        });
+        let end = ends.max().ok_or_else(|| not_a_prefix(i, "the generation prompt before it"))?;
+        Ok(base.len() + end)
     }
 }
 

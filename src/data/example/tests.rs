@@ -16,6 +16,13 @@ const THINKS_LAST: &str = "{% set last = namespace(user=0) %}{% for m in message
     {% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.index0 > last.user %}{{ '<think></think>' }}{% endif %}\
     {{ m.content + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}";
 
+/// Ends the whole text with an end token unless the assistant goes on, as Phi-3 does.
+const ENDS_TEXT: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}\
+    {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% else %}{{ '<|endoftext|>' }}{% endif %}";
+/// Opens the thoughts in the generation prompt, as DeepSeek-R1 does.
+const PROMPTS_THOUGHTS: &str = "{% for m in messages %}{{ m.role if m.role != 'assistant' else '<|im_start|>' }}{{ m.content + '<|im_end|>' }}{% endfor %}\
+    {% if add_generation_prompt %}{{ '<|im_start|>A<think>\n' }}{% endif %}";
+
 fn builder(template: Option<&str>, train_on: TrainOn) -> ExampleBuilder {
     let template = template.map(|source| ChatTemplate::new(source, SpecialTokens::default()).unwrap());
     ExampleBuilder::new(byte_tokenizer(), template, train_on).unwrap()
@@ -61,6 +68,16 @@ fn assistant_turns_train_with_their_end_token() {
         let last = trained(&builder(Some(template), TrainOn::LastTurn), &conversation(&TWO_TURNS));
         assert_eq!(last, format!("[{thoughts}A2<|im_end|>]"), "{template}");
     }
+}
+
+#[test]
+fn templates_that_treat_the_last_turn_in_their_own_way() {
+    let all = trained(&builder(Some(ENDS_TEXT), TrainOn::Assistant), &conversation(&TWO_TURNS));
+    assert_eq!(all, "[A1 é<|im_end|>][A2<|im_end|>\n<|endoftext|>]");
+    let last = trained(&builder(Some(ENDS_TEXT), TrainOn::LastTurn), &conversation(&TWO_TURNS[..4]));
+    assert_eq!(last, "[A1 é<|im_end|>]");
+    let all = trained(&builder(Some(PROMPTS_THOUGHTS), TrainOn::Assistant), &conversation(&TWO_TURNS));
+    assert_eq!(all, "[A1 é<|im_end|>][A2<|im_end|>]");
 }
 
 #[test]

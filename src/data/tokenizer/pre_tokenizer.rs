@@ -57,7 +57,7 @@ pub fn by_name(name: Option<&str>) -> Result<PreTokenizer> {
         "qwen2" => PreTokenizer { nfc: true, ..plain(&[QWEN2]) },
         "deepseek-r1-qwen" | "stablelm2" | "megrez" => plain(&[QWEN2]),
         "tekken" => PreTokenizer { ignore_merges: true, add_bos: true, ..plain(&[TEKKEN]) },
-        "gpt-4o" | "llama4" => plain(&[GPT4O]),
+        "gpt-4o" | "llama4" => PreTokenizer { ignore_merges: true, ..plain(&[GPT4O]) },
         other => bail!(
             "the pre-tokenizer {other:?} (tokenizer.ggml.pre) is not supported; known are {KNOWN}. Use the model's Hugging Face folder instead"
         ),
