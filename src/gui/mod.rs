@@ -1,6 +1,16 @@
-//! The window: theme, fonts, widgets, views. The only floor that names egui.
+//! The window: theme, widgets, views. The only floor that names egui.
 
+pub mod actions;
+pub mod app;
+mod current_run;
+mod dialogs;
+pub mod figures;
 pub mod fonts;
 pub mod icons;
+mod palette;
+pub mod probe;
+mod shell;
 pub mod theme;
+mod toasts;
+pub mod views;
 pub mod widgets;

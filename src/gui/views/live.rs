@@ -1,0 +1,197 @@
+//! The Live screen: one run, training now or read from its folder. Loss, step anatomy, memory and log.
+
+mod anatomy;
+mod header;
+mod log;
+mod loss;
+mod memory;
+mod series;
+
+use egui::accesskit::Role;
+use egui::{Align, Align2, Layout, Margin, Rect, Ui, UiBuilder, WidgetInfo, pos2, vec2};
+
+use super::welcome::progress_bar;
+use super::{Request, ViewContext};
+use crate::gui::actions::Action;
+use crate::gui::current_run::CurrentRun;
+use crate::gui::theme::Theme;
+use crate::gui::widgets::{Button, Tile, label, rule, text};
+use crate::gui::{fonts, icons};
+use crate::session::event::Outcome;
+use crate::session::run_view::{RunState, RunView};
+
+/// Height of the screen's header.
+const HEADER: f32 = 52.0;
+
+/// What the user chose on the screen. The run itself is the app's.
+#[derive(Default)]
+pub struct LiveView {
+    loss: loss::LossTile,
+    anatomy: anatomy::AnatomyTile,
+    log: log::LogTile,
+    /// The step under the pointer, shared by the tiles.
+    hovered_step: Option<u64>,
+}
+
+impl LiveView {
+    /// Draws the screen.
+    pub fn ui(&mut self, ui: &mut Ui, run: Option<&CurrentRun>, context: &mut ViewContext<'_>) {
+        let theme = Theme::of(ui);
+        let body = ui.max_rect();
+        ui.painter().rect_filled(body, 0, theme.bg1);
+        let Some(run) = run else {
+            nothing_open(ui, context);
+            return;
+        };
+        let top = body.with_max_y(body.top() + HEADER);
+        header::show(ui, top, run, context);
+        let mut rest = body.with_min_y(top.bottom());
+        if let Some((reason, remedy)) = trouble(&run.view) {
+            rest.min.y = banner(ui, rest, &reason, remedy, run, context);
+        }
+        if run.view.steps.is_empty() {
+            preparing(ui, rest, &run.view);
+        } else {
+            self.tiles(ui, rest, run, context);
+        }
+    }
+
+    fn tiles(&mut self, ui: &mut Ui, rest: Rect, run: &CurrentRun, context: &mut ViewContext<'_>) {
+        let theme = Theme::of(ui);
+        let view = &run.view;
+        // Gaps of one pixel show this colour: the lines between the tiles.
+        ui.painter().rect_filled(rest, 0, theme.line);
+        let middle_x = (rest.center().x).round();
+        let middle_y = (rest.top() + rest.height() * 0.57).round();
+        let left = |r: Rect| r.with_max_x(middle_x);
+        let right = |r: Rect| r.with_min_x(middle_x + 1.0);
+        let upper = rest.with_max_y(middle_y);
+        let lower = rest.with_min_y(middle_y + 1.0);
+        let mut hovered = None;
+        self.loss.show(ui, left(upper), view, self.hovered_step, &mut hovered);
+        self.anatomy.show(ui, right(upper), view, self.hovered_step, &mut hovered);
+        memory::show(ui, left(lower), view, context.machine, self.hovered_step, &mut hovered);
+        self.log.show(ui, right(lower), view);
+        if hovered != self.hovered_step {
+            self.hovered_step = hovered;
+            ui.ctx().request_repaint();
+        }
+    }
+}
+
+/// Why the run ended without being done, and what to do about it.
+fn trouble(view: &RunView) -> Option<(String, &'static str)> {
+    match &view.state {
+        RunState::Finished { outcome: Outcome::Failed(reason), .. } => {
+            let remedy = if view.saved.is_empty() {
+                "Nothing was saved."
+            } else {
+                "What was saved before is still in the run folder."
+            };
+            Some((reason.clone(), remedy))
+        }
+        RunState::Interrupted => Some((
+            "The process that trained this run ended without a word: a crash, a power cut, or it was killed.".into(),
+            "What was saved before is still in the run folder.",
+        )),
+        _ => None,
+    }
+}
+
+/// Draws the banner at the top of `rest`; returns where it ends.
+fn banner(ui: &mut Ui, rest: Rect, reason: &str, remedy: &str, run: &CurrentRun, context: &mut ViewContext<'_>) -> f32 {
+    let theme = Theme::of(ui);
+    let mut area = ui.new_child(UiBuilder::new().max_rect(rest).layout(Layout::top_down(Align::Min)));
+    let frame = egui::Frame::NONE.fill(theme.err_bg).inner_margin(Margin::symmetric(12, 10));
+    let shown = frame.show(&mut area, |ui| {
+        ui.set_width(ui.available_width());
+        ui.horizontal_top(|ui| {
+            ui.label(egui::RichText::new(icons::X_CIRCLE).font(fonts::icon_fill(20.0)).color(theme.err));
+            ui.vertical(|ui| {
+                ui.set_max_width(ui.available_width() - 180.0);
+                let words = egui::RichText::new(reason).font(fonts::medium(13.0)).color(theme.t1);
+                let response = ui.add(egui::Label::new(words).wrap().selectable(true));
+                response.widget_info(|| WidgetInfo::labeled(Role::Alert, true, reason));
+                let where_to = format!("{remedy} {}", run.folder().display());
+                ui.add(egui::Label::new(egui::RichText::new(where_to).font(fonts::table()).color(theme.t2)).wrap());
+            });
+            ui.with_layout(Layout::right_to_left(Align::Min), |ui| {
+                if ui.add(Button::new("Copy folder path").icon(icons::COPY)).clicked() {
+                    context.ask(Request::Do(Action::CopyRunFolder));
+                }
+            });
+        });
+    });
+    let bottom = shown.response.rect.bottom();
+    rule(ui.painter(), rest.x_range(), bottom - 0.5, theme.line);
+    bottom.round()
+}
+
+fn nothing_open(ui: &mut Ui, context: &mut ViewContext<'_>) {
+    let theme = Theme::of(ui);
+    ui.vertical_centered(|ui| {
+        ui.add_space(ui.available_height() * 0.36);
+        label(ui, "No run is open", fonts::semibold(15.0), theme.t1);
+        label(ui, "Start one on the welcome screen, or open an old one from the list.", fonts::body(), theme.t2);
+        ui.add_space(12.0);
+        if ui.add(Button::new("Show runs").icon(icons::ROWS)).clicked() {
+            context.ask(Request::Do(Action::Runs));
+        }
+    });
+}
+
+/// Stages before the first step, with the progress of the current one.
+fn preparing(ui: &mut Ui, rest: Rect, view: &RunView) {
+    let theme = Theme::of(ui);
+    ui.painter().rect_filled(rest, 0, theme.line);
+    let split = (rest.left() + rest.width() * 0.5).round();
+    Tile::new("Preparing").show(ui, rest.with_max_x(split), |_| {}, |ui| {
+        ui.spacing_mut().item_spacing.y = 2.0;
+        let over = view.state.is_over();
+        let waiting = matches!(view.state, RunState::Running | RunState::Stopping);
+        let last = view.stages.len().saturating_sub(1);
+        for (i, stage) in view.stages.iter().enumerate() {
+            let current = i == last && !waiting && !over;
+            if current {
+                ui.add_space(4.0);
+                let (done, total) = match view.state {
+                    RunState::Preparing { done, total, .. } => (done, total),
+                    _ => (0, 0),
+                };
+                let share = (total > 0).then(|| (done as f32 / total as f32).min(1.0));
+                progress_bar(ui, &capitalized(stage), share, done, total);
+            } else {
+                stage_row(ui, theme, &capitalized(stage), over && i == last && !matches!(view.state, RunState::Finished { outcome: Outcome::Completed, .. }));
+            }
+        }
+        if waiting {
+            let words = if view.state == RunState::Stopping { "Stopping" } else { "First step is being computed" };
+            ui.add_space(4.0);
+            progress_bar(ui, words, None, 0, 0);
+        }
+        if view.stages.is_empty() && !over {
+            progress_bar(ui, "Starting", None, 0, 0);
+        }
+    });
+    let mut log = log::LogTile::default();
+    log.show(ui, rest.with_min_x(split + 1.0), view);
+}
+
+fn stage_row(ui: &mut Ui, theme: &Theme, stage: &str, failed: bool) {
+    let (rect, response) = ui.allocate_exact_size(vec2(ui.available_width(), 24.0), egui::Sense::hover());
+    response.widget_info(|| WidgetInfo::labeled(Role::Label, true, stage));
+    let (icon, font, color) = if failed {
+        (icons::X_CIRCLE, fonts::icon_fill(14.0), theme.err)
+    } else {
+        (icons::CHECK, fonts::icon(14.0), theme.ok)
+    };
+    let y = rect.center().y;
+    ui.painter().text(pos2(rect.left() + 7.0, y), Align2::CENTER_CENTER, icon, font, color);
+    text(ui.painter(), pos2(rect.left() + 24.0, y), Align2::LEFT_CENTER, stage, fonts::table(), theme.t1, rect.width());
+}
+
+/// The first letter in upper case, as at the start of a sentence.
+fn capitalized(words: &str) -> String {
+    let mut chars = words.chars();
+    chars.next().map_or_else(String::new, |first| first.to_uppercase().chain(chars).collect())
+}

@@ -1,0 +1,342 @@
+//! The step anatomy tile: where the milliseconds of each step went, as stacked bars and as a table.
+
+use egui::accesskit::Role;
+use egui::{Align2, Painter, Rect, Sense, Stroke, Ui, WidgetInfo, lerp, pos2, vec2};
+
+use super::loss::step_point;
+use super::series::{decimals, ticks};
+use crate::base::units;
+use crate::gui::theme::Theme;
+use crate::gui::widgets::bars::{Bar, Fill, Segment, step_bars};
+use crate::gui::widgets::hatch::hatch;
+use crate::gui::widgets::{Tile, rule, segmented, text};
+use crate::gui::{figures, fonts, icons};
+use crate::session::run_view::{RunView, StepPoint};
+use crate::session::{Phase, PhaseTime, StepReport};
+
+/// Steps in the nearer view.
+const LAST: usize = 40;
+/// What may stay without a phase.
+const UNEXPLAINED: f64 = 0.02;
+
+/// Which steps are shown.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+enum Choice {
+    #[default]
+    Last,
+    All,
+    Mean,
+}
+
+/// The tile's state.
+#[derive(Default)]
+pub struct AnatomyTile {
+    choice: Choice,
+}
+
+/// Times of one step, or the mean of several.
+#[derive(Debug, Clone, PartialEq)]
+struct Times {
+    step_ms: f64,
+    phases: Vec<PhaseTime>,
+    not_attributed_ms: f64,
+}
+
+impl AnatomyTile {
+    /// Draws the tile. `marked` is the step under the pointer in the last frame; `hovered` gets this frame's.
+    pub fn show(&mut self, ui: &mut Ui, rect: Rect, view: &RunView, marked: Option<u64>, hovered: &mut Option<u64>) {
+        let mut choice = self.choice;
+        Tile::new("Step anatomy").show(
+            ui,
+            rect,
+            |ui| {
+                let options = [(Choice::Last, "last 40"), (Choice::All, "all"), (Choice::Mean, "mean")];
+                segmented(ui, "Steps shown", &mut choice, &options, 20.0);
+            },
+            |ui| {
+                let area = ui.max_rect();
+                let table_width = (area.width() * 0.54).clamp(250.0, 330.0);
+                let chart = area.with_max_x(area.right() - table_width - 20.0);
+                bars(ui, chart, self.choice, view, marked, hovered);
+                let table_rect = area.with_min_x(area.right() - table_width);
+                let marked = marked.and_then(|step| step_point(view, step));
+                let (title, times) = match (self.choice, marked, view.last_step()) {
+                    (_, Some(step), _) => (format!("step {}", units::count(step.report.step)), Times::of(&step.report)),
+                    (Choice::Mean, None, _) => {
+                        (format!("mean of {}", units::count(view.steps.len() as u64)), Times::mean(&view.steps))
+                    }
+                    (_, None, Some(step)) => {
+                        (format!("step {}", units::count(step.report.step)), Times::of(&step.report))
+                    }
+                    (_, None, None) => return,
+                };
+                table(ui, table_rect, &title, &times);
+            },
+        );
+        self.choice = choice;
+    }
+}
+
+impl Times {
+    fn of(report: &StepReport) -> Self {
+        Self { step_ms: report.step_ms, phases: report.phases.clone(), not_attributed_ms: report.not_attributed_ms }
+    }
+
+    /// The mean over steps; a part counts as zero in a step that did not measure it, and stays unmeasured when no
+    /// step did.
+    fn mean(steps: &[StepPoint]) -> Self {
+        let n = steps.len().max(1) as f64;
+        let mean = |value: &dyn Fn(&StepReport) -> f64| steps.iter().map(|s| value(&s.report)).sum::<f64>() / n;
+        let part = |phase: Phase, of: fn(&PhaseTime) -> Option<f64>| {
+            let measured = steps.iter().filter_map(|s| of(s.report.phases.iter().find(|p| p.phase == phase)?));
+            measured.fold(None, |sum: Option<f64>, ms| Some(sum.unwrap_or(0.0) + ms)).map(|sum| sum / n)
+        };
+        Self {
+            step_ms: mean(&|r| r.step_ms),
+            phases: Phase::ALL
+                .into_iter()
+                .map(|phase| PhaseTime {
+                    phase,
+                    forward_ms: part(phase, |p| p.forward_ms),
+                    backward_ms: part(phase, |p| p.backward_ms),
+                    step_ms: part(phase, |p| p.step_ms),
+                })
+                .collect(),
+            not_attributed_ms: mean(&|r| r.not_attributed_ms),
+        }
+    }
+
+    /// Forward, backward, once a step; the rest hatched on top.
+    fn bar(&self, theme: &Theme) -> Bar {
+        let group = |of: fn(&PhaseTime) -> Option<f64>| -> Vec<Segment> {
+            let measured = self.phases.iter().filter_map(|p| Some((p.phase, of(p)?)));
+            measured.map(|(phase, value)| Segment { value, fill: Fill::Solid(theme.phase(phase)) }).collect()
+        };
+        let mut once = group(|p| p.step_ms);
+        once.push(Segment { value: self.not_attributed_ms.max(0.0), fill: Fill::Hatched });
+        Bar { groups: vec![group(|p| p.forward_ms), group(|p| p.backward_ms), once] }
+    }
+}
+
+/// The steps that one bar stands for.
+struct Column {
+    first: u64,
+    last: u64,
+    times: Times,
+}
+
+fn columns(view: &RunView, choice: Choice, width: f32) -> Vec<Column> {
+    let steps = match choice {
+        Choice::Last => &view.steps[view.steps.len().saturating_sub(LAST)..],
+        Choice::All | Choice::Mean => &view.steps[..],
+    };
+    // A bar is at least two points wide; several steps share one where there are more.
+    let most = (width / 2.0).max(1.0) as usize;
+    let size = steps.len().div_ceil(most).max(1);
+    steps
+        .chunks(size)
+        .map(|chunk| Column {
+            first: chunk.first().map_or(0, |s| s.report.step),
+            last: chunk.last().map_or(0, |s| s.report.step),
+            times: if chunk.len() == 1 { Times::of(&chunk[0].report) } else { Times::mean(chunk) },
+        })
+        .collect()
+}
+
+fn bars(ui: &mut Ui, area: Rect, choice: Choice, view: &RunView, marked: Option<u64>, hovered: &mut Option<u64>) {
+    let theme = Theme::of(ui);
+    let plot = Rect::from_min_max(area.min + vec2(44.0, 8.0), pos2(area.right() - 34.0, area.bottom() - 18.0));
+    let columns = columns(view, choice, plot.width());
+    let bars: Vec<Bar> = columns.iter().map(|c| c.times.bar(theme)).collect();
+    let tallest = bars.iter().map(Bar::total).fold(0.0, f64::max);
+    let max = if tallest > 0.0 { tallest * 1.06 } else { 1.0 };
+    let painter = ui.painter();
+    let y_of = |ms: f64| lerp(plot.bottom()..=plot.top(), (ms / max) as f32);
+    let marks = ticks(0.0, max, (plot.height() / 48.0).clamp(2.0, 6.0) as usize);
+    let digits = decimals(&marks);
+    for mark in &marks {
+        let y = painter.round_to_pixel_center(y_of(*mark));
+        painter.hline(plot.x_range(), y, Stroke::new(1.0, theme.grid));
+        let figure = figures::grouped(*mark, digits);
+        text(painter, pos2(plot.left() - 8.0, y), Align2::RIGHT_CENTER, &figure, fonts::small(), theme.t3, 44.0);
+    }
+    text(painter, pos2(area.left(), plot.top() - 6.0), Align2::LEFT_CENTER, "ms", fonts::small(), theme.t3, 30.0);
+    let rects = step_bars(painter, theme, plot, &bars, max);
+    rule(painter, plot.x_range(), plot.bottom() + 0.5, theme.line2);
+    let Some((last_rect, last_bar)) = rects.last().zip(bars.last()) else { return };
+    brackets(painter, theme, *last_rect, last_bar, &y_of);
+
+    let y = plot.bottom() + 10.0;
+    text(painter, pos2(plot.left() - 8.0, y), Align2::RIGHT_CENTER, "step", fonts::small(), theme.t3, 44.0);
+    let first = columns.first().map_or(0, |c| c.first);
+    let last = columns.last().map_or(0, |c| c.last);
+    let first_words = text(painter, pos2(plot.left(), y), Align2::LEFT_CENTER, &units::count(first), fonts::small(), theme.t3, 60.0);
+    let last_words = units::count(last);
+    let last_galley = painter.layout_no_wrap(last_words, fonts::small(), theme.t1);
+    let x = last_rect.right() - last_galley.size().x;
+    if x > first_words.right() + 8.0 {
+        painter.galley(pos2(x, y - last_galley.size().y / 2.0), last_galley, theme.t1);
+    }
+
+    let pointer = ui.input(|input| input.pointer.hover_pos()).filter(|p| ui.clip_rect().contains(*p));
+    for (column, rect) in columns.iter().zip(&rects) {
+        let has = |step: u64| (column.first..=column.last).contains(&step);
+        if pointer.is_some_and(|p| rect.expand2(vec2(1.0, 0.0)).contains(p)) {
+            *hovered = Some(column.last);
+        }
+        if marked.is_some_and(has) {
+            let x = ui.painter().round_to_pixel_center(rect.center().x);
+            ui.painter().vline(x, plot.y_range(), Stroke::new(1.0, theme.t2));
+        }
+    }
+    let words = format!("Milliseconds of steps {first} to {last} by phase");
+    let response = ui.interact(plot, ui.scope_id().with("bars"), Sense::hover());
+    response.widget_info(|| WidgetInfo::labeled(Role::Image, true, &words));
+}
+
+/// `fwd` and `bwd` right of the last bar.
+fn brackets(painter: &Painter, theme: &Theme, last: Rect, bar: &Bar, y_of: &dyn Fn(f64) -> f32) {
+    for ((low, high), name) in bar.group_ranges().into_iter().zip(["fwd", "bwd"]) {
+        let (bottom, top) = (y_of(low) - 1.0, y_of(high) + 1.0);
+        if bottom - top < 8.0 {
+            continue;
+        }
+        let x = painter.round_to_pixel_center(last.right() + 5.0);
+        let stroke = Stroke::new(1.0, theme.t3);
+        painter.vline(x, top..=bottom, stroke);
+        for y in [painter.round_to_pixel_center(top), painter.round_to_pixel_center(bottom)] {
+            painter.hline((x - 3.0)..=x, y, stroke);
+        }
+        if bottom - top >= 14.0 {
+            let at = pos2(x + 5.0, (top + bottom) / 2.0);
+            text(painter, at, Align2::LEFT_CENTER, name, fonts::small(), theme.t2, 30.0);
+        }
+    }
+}
+
+/// Distance of the right edges of the columns from the table's right edge: fwd, bwd, ms, %.
+const COLUMNS: [f32; 4] = [164.0, 104.0, 40.0, 0.0];
+
+fn table(ui: &mut Ui, rect: Rect, title: &str, times: &Times) {
+    let theme = Theme::of(ui);
+    let row_height = ((rect.height() - 4.0) / 14.0).clamp(15.0, 23.0);
+    let mut y = rect.top() + row_height / 2.0;
+    let painter = ui.painter().clone();
+    let x = |column: usize| rect.right() - COLUMNS[column];
+    text(&painter, pos2(rect.left(), y), Align2::LEFT_CENTER, title, fonts::small(), theme.t3, 110.0);
+    for (column, name) in ["fwd", "bwd", "ms", "%"].into_iter().enumerate() {
+        text(&painter, pos2(x(column), y), Align2::RIGHT_CENTER, name, fonts::small(), theme.t3, 60.0);
+    }
+    let share = |ms: f64| if times.step_ms > 0.0 { figures::grouped(100.0 * ms / times.step_ms, 1) } else { figures::NONE.into() };
+    let (measured, missing): (Vec<_>, Vec<_>) = times.phases.iter().partition(|p| p.total_ms().is_some());
+    for phase in measured {
+        y += row_height;
+        let total = phase.total_ms().unwrap_or_default();
+        swatch(&painter, rect.left(), y).fill(&painter, theme.phase(phase.phase));
+        let name_at = pos2(rect.left() + 18.0, y);
+        text(&painter, name_at, Align2::LEFT_CENTER, phase.phase.name(), fonts::table(), theme.t1, 96.0);
+        for (column, part) in [(0, phase.forward_ms), (1, phase.backward_ms)] {
+            let (words, color) = part.map_or((figures::NONE.into(), theme.tdis), |ms| (figures::ms(ms), theme.t2));
+            text(&painter, pos2(x(column), y), Align2::RIGHT_CENTER, &words, fonts::table(), color, 64.0);
+        }
+        text(&painter, pos2(x(2), y), Align2::RIGHT_CENTER, &figures::ms(total), fonts::medium(12.0), theme.t1, 64.0);
+        text(&painter, pos2(x(3), y), Align2::RIGHT_CENTER, &share(total), fonts::table(), theme.t2, 40.0);
+        tell(ui, rect, y, row_height, &format!("{} {} ms, {} %", phase.phase.name(), figures::ms(total), share(total)));
+    }
+    y += row_height;
+    swatch(&painter, rect.left(), y).hatch(&painter, theme);
+    text(&painter, pos2(rect.left() + 18.0, y), Align2::LEFT_CENTER, "not attributed", fonts::table(), theme.t1, 96.0);
+    let rest = times.not_attributed_ms;
+    text(&painter, pos2(x(2), y), Align2::RIGHT_CENTER, &figures::ms(rest), fonts::medium(12.0), theme.t1, 64.0);
+    text(&painter, pos2(x(3), y), Align2::RIGHT_CENTER, &share(rest), fonts::table(), theme.t2, 40.0);
+    tell(ui, rect, y, row_height, &format!("not attributed {} ms", figures::ms(rest)));
+
+    y += row_height;
+    rule(&painter, rect.x_range(), y - row_height / 2.0, theme.line2);
+    text(&painter, pos2(rect.left(), y), Align2::LEFT_CENTER, "whole step", fonts::medium(12.0), theme.t1, 110.0);
+    let sum = |of: fn(&PhaseTime) -> Option<f64>| figures::ms(times.phases.iter().filter_map(of).sum());
+    text(&painter, pos2(x(0), y), Align2::RIGHT_CENTER, &sum(|p| p.forward_ms), fonts::table(), theme.t2, 64.0);
+    text(&painter, pos2(x(1), y), Align2::RIGHT_CENTER, &sum(|p| p.backward_ms), fonts::table(), theme.t2, 64.0);
+    text(&painter, pos2(x(2), y), Align2::RIGHT_CENTER, &figures::ms(times.step_ms), fonts::medium(12.0), theme.t1, 64.0);
+    text(&painter, pos2(x(3), y), Align2::RIGHT_CENTER, "100", fonts::table(), theme.t2, 40.0);
+    tell(ui, rect, y, row_height, &format!("whole step {} ms", figures::ms(times.step_ms)));
+
+    for phase in missing {
+        y += row_height;
+        if y + row_height > rect.bottom() {
+            break;
+        }
+        swatch(&painter, rect.left(), y).hatch(&painter, theme);
+        let name_at = pos2(rect.left() + 18.0, y);
+        text(&painter, name_at, Align2::LEFT_CENTER, phase.phase.name(), fonts::table(), theme.tdis, 110.0);
+        text(&painter, pos2(rect.right(), y), Align2::RIGHT_CENTER, "not measured", fonts::small(), theme.t3, 120.0);
+    }
+    let y = y + row_height;
+    if y + row_height / 2.0 <= rect.bottom() + 4.0 {
+        verdict(&painter, theme, rect, y, times);
+    }
+}
+
+/// Whether the phases explain the step.
+fn verdict(painter: &Painter, theme: &Theme, rect: Rect, y: f32, times: &Times) {
+    let explained = times.not_attributed_ms.abs() <= UNEXPLAINED * times.step_ms;
+    let (words, icon, font, color) = if explained {
+        ("phases sum to the step within 2 %", icons::CHECK, fonts::icon(14.0), theme.ok)
+    } else {
+        ("phases miss more than 2 % of the step", icons::WARNING, fonts::icon_fill(14.0), theme.warn)
+    };
+    let shown = text(painter, pos2(rect.left(), y), Align2::LEFT_CENTER, words, fonts::small(), theme.t3, rect.width() - 20.0);
+    painter.text(pos2(shown.right() + 12.0, y), Align2::CENTER_CENTER, icon, font, color);
+}
+
+fn tell(ui: &Ui, rect: Rect, y: f32, height: f32, words: &str) {
+    let row = Rect::from_center_size(pos2(rect.center().x, y), vec2(rect.width(), height));
+    let response = ui.interact(row, ui.scope_id().with(words), Sense::hover());
+    response.widget_info(|| WidgetInfo::labeled(Role::Label, true, words));
+}
+
+/// The square before a name in a legend.
+pub(super) struct Swatch(Rect);
+
+/// A swatch of 10×10 at `left`, centred on `y`.
+pub(super) fn swatch(painter: &Painter, left: f32, y: f32) -> Swatch {
+    let top = painter.round_to_pixel(y - 5.0);
+    Swatch(Rect::from_min_size(pos2(painter.round_to_pixel(left), top), vec2(10.0, 10.0)))
+}
+
+impl Swatch {
+    /// In one colour.
+    pub fn fill(self, painter: &Painter, color: egui::Color32) {
+        painter.rect_filled(self.0, 2, color);
+    }
+
+    fn hatch(self, painter: &Painter, theme: &Theme) {
+        hatch(painter, self.0, theme.t3, theme.bg3);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::gui::theme::DARK;
+
+    fn times() -> Times {
+        let phases = Phase::ALL
+            .into_iter()
+            .map(|phase| match phase {
+                Phase::Mlp => PhaseTime { phase, forward_ms: Some(30.0), backward_ms: Some(60.0), step_ms: None },
+                Phase::Optimizer => PhaseTime { phase, forward_ms: None, backward_ms: None, step_ms: Some(8.0) },
+                _ => PhaseTime { phase, forward_ms: None, backward_ms: None, step_ms: None },
+            })
+            .collect();
+        Times { step_ms: 100.0, phases, not_attributed_ms: 2.0 }
+    }
+
+    #[test]
+    fn a_bar_holds_forward_backward_and_the_rest() {
+        let bar = times().bar(&DARK);
+        assert_eq!(bar.group_ranges(), [(0.0, 30.0), (30.0, 90.0), (90.0, 100.0)]);
+        assert_eq!(bar.groups[2].last().map(|s| s.fill), Some(Fill::Hatched));
+        assert_eq!(bar.groups[0].len(), 1, "what was not measured has no segment");
+    }
+}
