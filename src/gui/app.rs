@@ -54,9 +54,8 @@ pub fn run() -> Result<()> {
         install(&cc.egui_ctx);
         Ok(Box::new(TandemApp::new(&cc.egui_ctx, probe)))
     });
-    eframe::run_native("Tandem", options, create).map_err(|error| {
-        anyhow!("the window cannot be opened: {error}; `tandem train run.toml` trains without one")
-    })
+    eframe::run_native("Tandem", options, create)
+        .map_err(|error| anyhow!("the window cannot be opened: {error}; `tandem train run.toml` trains without one"))
 }
 
 /// Gives egui our fonts and themes.
@@ -162,7 +161,9 @@ impl TandemApp {
     }
 
     fn poll_tasks(&mut self, ctx: &Context, now: Instant) {
-        if self.machine_read.is_none_or(|read| now.duration_since(read) >= MACHINE_EVERY) && self.reading_machine.is_none() {
+        if self.machine_read.is_none_or(|read| now.duration_since(read) >= MACHINE_EVERY)
+            && self.reading_machine.is_none()
+        {
             self.machine_read = Some(now);
             self.reading_machine = Some(Task::blocking(Some(waker(ctx)), |_| Ok(Some(Machine::read(&paths::runs()?)))));
         }

@@ -176,8 +176,10 @@ fn close_button(ui: &mut Ui) -> Option<Answer> {
 /// takes dropped files and typed paths too.
 pub fn pick_run_file(waker: Waker) -> Task<PathBuf> {
     Task::future(Some(waker), async {
-        let picked =
-            rfd::AsyncFileDialog::new().set_title("Open run.toml").add_filter("Run configuration", &["toml"]).pick_file();
+        let picked = rfd::AsyncFileDialog::new()
+            .set_title("Open run.toml")
+            .add_filter("Run configuration", &["toml"])
+            .pick_file();
         Ok(picked.await.map(|file| file.path().to_owned()))
     })
 }

@@ -78,9 +78,7 @@ pub fn time_of_day(unix_ms: i64) -> String {
 pub fn ago(unix_ms: i64, now_ms: i64) -> String {
     let minutes = (now_ms - unix_ms).max(0) / 60_000;
     let days = match (zoned(unix_ms), zoned(now_ms)) {
-        (Some(then), Some(now)) => {
-            now.date().since(then.date()).map_or(0, |span| i64::from(span.get_days()))
-        }
+        (Some(then), Some(now)) => now.date().since(then.date()).map_or(0, |span| i64::from(span.get_days())),
         _ => minutes / 1440,
     };
     match (minutes, days) {

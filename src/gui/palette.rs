@@ -87,10 +87,30 @@ impl Palette {
                         let y = rect.center().y;
                         let icon_color = if i == self.selected { theme.acc } else { theme.t3 };
                         let painter = ui.painter();
-                        painter.text(pos2(rect.left() + 18.0, y), Align2::CENTER_CENTER, command.icon, fonts::icon(16.0), icon_color);
-                        text(painter, pos2(rect.left() + 36.0, y), Align2::LEFT_CENTER, command.name, fonts::body(), theme.t1, 300.0);
+                        painter.text(
+                            pos2(rect.left() + 18.0, y),
+                            Align2::CENTER_CENTER,
+                            command.icon,
+                            fonts::icon(16.0),
+                            icon_color,
+                        );
+                        text(
+                            painter,
+                            pos2(rect.left() + 36.0, y),
+                            Align2::LEFT_CENTER,
+                            command.name,
+                            fonts::body(),
+                            theme.t1,
+                            300.0,
+                        );
                         let keys = actions::shortcut_text(ui.ctx(), command.action);
-                        painter.text(pos2(rect.right() - 10.0, y), Align2::RIGHT_CENTER, keys, fonts::small(), theme.t3);
+                        painter.text(
+                            pos2(rect.right() - 10.0, y),
+                            Align2::RIGHT_CENTER,
+                            keys,
+                            fonts::small(),
+                            theme.t3,
+                        );
                     }
                 });
         });

@@ -12,7 +12,7 @@ use super::actions::{self, Action, COMMANDS, Menu};
 use super::app::TandemApp;
 use super::theme::Theme;
 use super::views::{Request, Screen};
-use super::widgets::{focus_ring, icon_button, rule, text};
+use super::widgets::{focus_ring, icon_button, rule};
 use super::{figures, fonts, icons};
 
 const RAIL: [(Screen, Action, &str, &str); 3] = [
@@ -29,10 +29,10 @@ impl TandemApp {
         Panel::top("menu bar").exact_size(28.0).frame(frame).show_separator_line(false).show(ui, |ui| {
             let bar = ui.max_rect().expand2(vec2(12.0, 0.0));
             ui.horizontal_centered(|ui| {
-                ui.spacing_mut().item_spacing.x = 2.0;
                 super::widgets::label(ui, "Tandem", fonts::semibold(12.0), theme.t1);
-                ui.add_space(6.0);
                 egui::MenuBar::new().ui(ui, |ui| {
+                    ui.spacing_mut().item_spacing.x = 2.0;
+                    ui.spacing_mut().button_padding.x = 7.0;
                     for menu in Menu::ALL {
                         let title = egui::RichText::new(menu.title()).font(fonts::table()).color(theme.t2);
                         ui.menu_button(title, |ui| self.menu(ui, menu, requests));
@@ -83,7 +83,9 @@ impl TandemApp {
             ui.add_space(6.0);
             for (screen, action, name, icon) in RAIL {
                 let response = ui
-                    .add_enabled_ui(self.unavailable(action).is_none(), |ui| rail_item(ui, name, icon, self.screen == screen))
+                    .add_enabled_ui(self.unavailable(action).is_none(), |ui| {
+                        rail_item(ui, name, icon, self.screen == screen)
+                    })
                     .inner;
                 let keys = actions::shortcut_text(ui.ctx(), action);
                 let response = response.on_hover_text(format!("{name} ({keys})"));
@@ -140,7 +142,9 @@ impl TandemApp {
             items.push(format!("RAM {} of {} GiB", figures::gib(used), figures::gib(ram.total_bytes)));
         }
         let process = self.active.as_ref().filter(|run| run.is_active());
-        if let Some(bytes) = process.and_then(|run| run.view.last_step()).and_then(|step| step.report.memory.process_bytes) {
+        if let Some(bytes) =
+            process.and_then(|run| run.view.last_step()).and_then(|step| step.report.memory.process_bytes)
+        {
             items.push(format!("Tandem {} GiB", figures::gib(bytes)));
         }
         if let Some(bytes) = machine.and_then(|machine| machine.disk_free_bytes) {
@@ -153,7 +157,7 @@ impl TandemApp {
     pub(super) fn drop_overlay(&self, ui: &Ui, requests: &mut Vec<Request>) {
         let (hovered, dropped) = ui.input(|input| {
             let hovered: Vec<Option<PathBuf>> = input.raw.hovered_files.iter().map(|file| file.path.clone()).collect();
-            let dropped: Vec<PathBuf> = input.raw.dropped_files.iter().filter_map(|file| file.path.clone()).collect();
+            let dropped: Vec<PathBuf> = input.raw.dropped_files.iter().map(|file| file.path().to_owned()).collect();
             (hovered, dropped)
         });
         for path in dropped {
@@ -203,14 +207,16 @@ fn palette_button(ui: &mut Ui, rect: Rect) -> bool {
     response.widget_info(|| WidgetInfo::labeled(Role::Button, true, "Find a command"));
     let color = if response.hovered() { theme.t1 } else { theme.t3 };
     let painter = ui.painter();
+    let words = painter.layout_no_wrap("Find a command".into(), fonts::table(), color);
+    let keys = painter.layout_no_wrap(actions::shortcut_text(ui.ctx(), Action::Palette), fonts::small(), theme.t2);
     let y = rect.center().y;
-    painter.text(pos2(rect.left() + 12.0, y), Align2::CENTER_CENTER, icons::MAGNIFYING_GLASS, fonts::icon(14.0), color);
-    let words = text(painter, pos2(rect.left() + 28.0, y), Align2::LEFT_CENTER, "Find a command", fonts::table(), color, 140.0);
-    let keys = actions::shortcut_text(ui.ctx(), Action::Palette);
-    let galley = painter.layout_no_wrap(keys, fonts::small(), theme.t2);
-    let chip = Rect::from_min_size(pos2(words.right() + 9.0, y - 9.0), vec2(galley.size().x + 8.0, 18.0));
+    let left = rect.center().x - (20.0 + words.size().x + 9.0 + keys.size().x + 8.0) / 2.0;
+    painter.text(pos2(left + 7.0, y), Align2::CENTER_CENTER, icons::MAGNIFYING_GLASS, fonts::icon(14.0), color);
+    let chip_left = left + 20.0 + words.size().x + 9.0;
+    painter.galley(pos2(left + 20.0, y - words.size().y / 2.0), words, color);
+    let chip = Rect::from_min_size(pos2(chip_left, y - 9.0), vec2(keys.size().x + 8.0, 18.0));
     painter.rect_stroke(chip, 3, Stroke::new(1.0, theme.line2), StrokeKind::Inside);
-    painter.galley(chip.center() - galley.size() / 2.0, galley, theme.t2);
+    painter.galley(chip.center() - keys.size() / 2.0, keys, theme.t2);
     focus_ring(ui, &response, 4);
     response.clicked()
 }

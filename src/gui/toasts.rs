@@ -63,7 +63,9 @@ impl Toasts {
                     ui.set_max_width(480.0);
                     ui.horizontal_top(|ui| {
                         if toast.error {
-                            ui.label(egui::RichText::new(icons::X_CIRCLE).font(fonts::icon_fill(16.0)).color(theme.err));
+                            ui.label(
+                                egui::RichText::new(icons::X_CIRCLE).font(fonts::icon_fill(16.0)).color(theme.err),
+                            );
                         }
                         let more = self.waiting.len() - 1;
                         let text = if more > 0 { format!("{}  ({more} more)", toast.text) } else { toast.text.clone() };

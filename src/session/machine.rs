@@ -4,6 +4,7 @@
 
 use std::path::Path;
 
+use crate::tensor::device::Device;
 use sysinfo::{CpuRefreshKind, DiskRefreshKind, Disks, MemoryRefreshKind, RefreshKind, System};
 
 /// The machine as plain data, as it was at one moment. `None` is what the system does not say.
@@ -17,6 +18,8 @@ pub struct Machine {
     pub ram: Option<Ram>,
     /// Space left where runs are written, in bytes.
     pub disk_free_bytes: Option<u64>,
+    /// The graphics card that can train, in words, or why there is none.
+    pub gpu: Result<String, String>,
 }
 
 /// Main memory, in bytes.
@@ -40,6 +43,7 @@ impl Machine {
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             ram: system.as_ref().map(ram),
             disk_free_bytes: disk_free(runs),
+            gpu: Device::cuda().map(|device| device.describe()).map_err(|none| none.reason),
         }
     }
 }

@@ -46,8 +46,8 @@ impl LiveView {
         let top = body.with_max_y(body.top() + HEADER);
         header::show(ui, top, run, context);
         let mut rest = body.with_min_y(top.bottom());
-        if let Some((reason, remedy)) = trouble(&run.view) {
-            rest.min.y = banner(ui, rest, &reason, remedy, run, context);
+        if let Some(trouble) = trouble(&run.view) {
+            rest.min.y = banner(ui, rest, &trouble, run);
         }
         if run.view.steps.is_empty() {
             preparing(ui, rest, &run.view);
@@ -79,46 +79,48 @@ impl LiveView {
     }
 }
 
-/// Why the run ended without being done, and what to do about it.
-fn trouble(view: &RunView) -> Option<(String, &'static str)> {
+/// Why a run ended without being done, and what became of it.
+struct Trouble {
+    reason: String,
+    rest: &'static str,
+    error: bool,
+}
+
+fn trouble(view: &RunView) -> Option<Trouble> {
+    let rest =
+        if view.saved.is_empty() { "Nothing was saved." } else { "What was saved before is still in the run folder." };
     match &view.state {
         RunState::Finished { outcome: Outcome::Failed(reason), .. } => {
-            let remedy = if view.saved.is_empty() {
-                "Nothing was saved."
-            } else {
-                "What was saved before is still in the run folder."
-            };
-            Some((reason.clone(), remedy))
+            Some(Trouble { reason: reason.clone(), rest, error: true })
         }
-        RunState::Interrupted => Some((
-            "The process that trained this run ended without a word: a crash, a power cut, or it was killed.".into(),
-            "What was saved before is still in the run folder.",
-        )),
+        RunState::Interrupted => {
+            let reason =
+                "The process that trained this run ended without a word: a crash, a power cut, or it was killed.";
+            Some(Trouble { reason: reason.into(), rest, error: false })
+        }
         _ => None,
     }
 }
 
 /// Draws the banner at the top of `rest`; returns where it ends.
-fn banner(ui: &mut Ui, rest: Rect, reason: &str, remedy: &str, run: &CurrentRun, context: &mut ViewContext<'_>) -> f32 {
+fn banner(ui: &mut Ui, rest: Rect, trouble: &Trouble, run: &CurrentRun) -> f32 {
     let theme = Theme::of(ui);
+    let (fill, color, icon) = if trouble.error {
+        (theme.err_bg, theme.err, icons::X_CIRCLE)
+    } else {
+        (theme.warn_bg, theme.warn, icons::WARNING)
+    };
     let mut area = ui.new_child(UiBuilder::new().max_rect(rest).layout(Layout::top_down(Align::Min)));
-    let frame = egui::Frame::NONE.fill(theme.err_bg).inner_margin(Margin::symmetric(12, 10));
-    let shown = frame.show(&mut area, |ui| {
+    let shown = egui::Frame::NONE.fill(fill).inner_margin(Margin::symmetric(12, 10)).show(&mut area, |ui| {
         ui.set_width(ui.available_width());
         ui.horizontal_top(|ui| {
-            ui.label(egui::RichText::new(icons::X_CIRCLE).font(fonts::icon_fill(20.0)).color(theme.err));
+            ui.label(egui::RichText::new(icon).font(fonts::icon_fill(20.0)).color(color));
             ui.vertical(|ui| {
-                ui.set_max_width(ui.available_width() - 180.0);
-                let words = egui::RichText::new(reason).font(fonts::medium(13.0)).color(theme.t1);
+                let words = egui::RichText::new(&trouble.reason).font(fonts::medium(13.0)).color(theme.t1);
                 let response = ui.add(egui::Label::new(words).wrap().selectable(true));
-                response.widget_info(|| WidgetInfo::labeled(Role::Alert, true, reason));
-                let where_to = format!("{remedy} {}", run.folder().display());
-                ui.add(egui::Label::new(egui::RichText::new(where_to).font(fonts::table()).color(theme.t2)).wrap());
-            });
-            ui.with_layout(Layout::right_to_left(Align::Min), |ui| {
-                if ui.add(Button::new("Copy folder path").icon(icons::COPY)).clicked() {
-                    context.ask(Request::Do(Action::CopyRunFolder));
-                }
+                response.widget_info(|| WidgetInfo::labeled(Role::Alert, true, &trouble.reason));
+                let rest = format!("{} {}", trouble.rest, run.folder().display());
+                ui.add(egui::Label::new(egui::RichText::new(rest).font(fonts::table()).color(theme.t2)).wrap());
             });
         });
     });
@@ -145,34 +147,45 @@ fn preparing(ui: &mut Ui, rest: Rect, view: &RunView) {
     let theme = Theme::of(ui);
     ui.painter().rect_filled(rest, 0, theme.line);
     let split = (rest.left() + rest.width() * 0.5).round();
-    Tile::new("Preparing").show(ui, rest.with_max_x(split), |_| {}, |ui| {
-        ui.spacing_mut().item_spacing.y = 2.0;
-        let over = view.state.is_over();
-        let waiting = matches!(view.state, RunState::Running | RunState::Stopping);
-        let last = view.stages.len().saturating_sub(1);
-        for (i, stage) in view.stages.iter().enumerate() {
-            let current = i == last && !waiting && !over;
-            if current {
-                ui.add_space(4.0);
-                let (done, total) = match view.state {
-                    RunState::Preparing { done, total, .. } => (done, total),
-                    _ => (0, 0),
-                };
-                let share = (total > 0).then(|| (done as f32 / total as f32).min(1.0));
-                progress_bar(ui, &capitalized(stage), share, done, total);
-            } else {
-                stage_row(ui, theme, &capitalized(stage), over && i == last && !matches!(view.state, RunState::Finished { outcome: Outcome::Completed, .. }));
+    Tile::new("Preparing").show(
+        ui,
+        rest.with_max_x(split),
+        |_| {},
+        |ui| {
+            ui.spacing_mut().item_spacing.y = 2.0;
+            let over = view.state.is_over();
+            let waiting = matches!(view.state, RunState::Running | RunState::Stopping);
+            let last = view.stages.len().saturating_sub(1);
+            for (i, stage) in view.stages.iter().enumerate() {
+                let current = i == last && !waiting && !over;
+                if current {
+                    ui.add_space(4.0);
+                    let (done, total) = match view.state {
+                        RunState::Preparing { done, total, .. } => (done, total),
+                        _ => (0, 0),
+                    };
+                    let share = (total > 0).then(|| (done as f32 / total as f32).min(1.0));
+                    progress_bar(ui, &capitalized(stage), share, done, total);
+                } else {
+                    stage_row(
+                        ui,
+                        theme,
+                        &capitalized(stage),
+                        over && i == last
+                            && !matches!(view.state, RunState::Finished { outcome: Outcome::Completed, .. }),
+                    );
+                }
             }
-        }
-        if waiting {
-            let words = if view.state == RunState::Stopping { "Stopping" } else { "First step is being computed" };
-            ui.add_space(4.0);
-            progress_bar(ui, words, None, 0, 0);
-        }
-        if view.stages.is_empty() && !over {
-            progress_bar(ui, "Starting", None, 0, 0);
-        }
-    });
+            if waiting {
+                let words = if view.state == RunState::Stopping { "Stopping" } else { "First step is being computed" };
+                ui.add_space(4.0);
+                progress_bar(ui, words, None, 0, 0);
+            }
+            if view.stages.is_empty() && !over {
+                progress_bar(ui, "Starting", None, 0, 0);
+            }
+        },
+    );
     let mut log = log::LogTile::default();
     log.show(ui, rest.with_min_x(split + 1.0), view);
 }

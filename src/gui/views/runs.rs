@@ -48,13 +48,29 @@ impl RunsView {
         ui.painter().rect_filled(header, 0, theme.bg0);
         rule(ui.painter(), header.x_range(), header.bottom() - 0.5, theme.line);
         let painter = ui.painter();
-        text(painter, header.left_top() + vec2(12.0, 8.0), Align2::LEFT_TOP, "Runs", fonts::semibold(15.0), theme.t1, 200.0);
+        text(
+            painter,
+            header.left_top() + vec2(12.0, 8.0),
+            Align2::LEFT_TOP,
+            "Runs",
+            fonts::semibold(15.0),
+            theme.t1,
+            200.0,
+        );
         let (runs, skipped) = self.list.as_ref().map_or((0, 0), |list| (list.runs.len(), list.skipped.len()));
         let mut subtitle = if runs == 1 { "1 run".into() } else { format!("{runs} runs") };
         if skipped > 0 {
             subtitle += &format!(", {skipped} folders that hold none");
         }
-        text(painter, header.left_top() + vec2(12.0, 29.0), Align2::LEFT_TOP, &subtitle, fonts::small(), theme.t2, 400.0);
+        text(
+            painter,
+            header.left_top() + vec2(12.0, 29.0),
+            Align2::LEFT_TOP,
+            &subtitle,
+            fonts::small(),
+            theme.t2,
+            400.0,
+        );
         let corner = header.shrink2(vec2(12.0, 0.0));
         let mut corner = ui.new_child(UiBuilder::new().max_rect(corner).layout(Layout::right_to_left(Align::Center)));
         if corner.add(Button::new("New run").icon(icons::PLUS).primary()).clicked() {
@@ -161,7 +177,8 @@ pub fn table(ui: &mut Ui, runs: &[RunSummary], compact: bool, context: &mut View
 
 fn row(ui: &mut Ui, run: &RunSummary, compact: bool, now: i64) -> Response {
     let theme = Theme::of(ui);
-    let (rect, response) = ui.allocate_exact_size(vec2(ui.available_width(), if compact { 34.0 } else { 42.0 }), Sense::click());
+    let (rect, response) =
+        ui.allocate_exact_size(vec2(ui.available_width(), if compact { 34.0 } else { 42.0 }), Sense::click());
     let name = format!("Open run {}, {}", run.name, run.status.describe());
     response.widget_info(|| WidgetInfo::labeled(Role::Button, true, &name));
     if !ui.is_rect_visible(rect) {
@@ -181,14 +198,15 @@ fn row(ui: &mut Ui, run: &RunSummary, compact: bool, now: i64) -> Response {
     };
     let name_end = if compact { columns.model } else { columns.state };
     put(columns.name, Align2::LEFT_CENTER, &run.name, fonts::medium(12.0), theme.t1, name_end - columns.name - 12.0);
-    let model_end = columns.data.unwrap_or(columns.step - 110.0);
+    let model_end = columns.data.unwrap_or(columns.step - 70.0);
     put(columns.model, Align2::LEFT_CENTER, &run.model, fonts::table(), theme.t2, model_end - columns.model - 12.0);
     let steps = match run.total_steps {
         Some(total) => format!("{} of {}", units::count(run.steps), units::count(total)),
         None => figures::NONE.into(),
     };
     put(columns.step, Align2::RIGHT_CENTER, &steps, fonts::table(), theme.t1, 110.0);
-    let (loss, loss_color) = run.last_eval_loss.map_or((figures::NONE.into(), theme.tdis), |l| (figures::loss(l), theme.t1));
+    let (loss, loss_color) =
+        run.last_eval_loss.map_or((figures::NONE.into(), theme.tdis), |l| (figures::loss(l), theme.t1));
     put(columns.loss, Align2::RIGHT_CENTER, &loss, fonts::table(), loss_color, 80.0);
     let when = run.last_unix_ms.map_or_else(|| figures::NONE.into(), |last| figures::ago(last, now));
     let state_color = if matches!(run.status, RunStatus::Ended(Outcome::Failed(_))) { theme.err } else { theme.t3 };

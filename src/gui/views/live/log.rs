@@ -44,16 +44,18 @@ impl LogTile {
             1 => "1 warning".to_owned(),
             n => format!("{n} warnings"),
         };
+        let mut filter = self.filter;
         Tile::new("Log").show(
             ui,
             rect,
             |ui| {
                 let options = [(Filter::All, "all"), (Filter::Warnings, warnings.as_str())];
-                segmented(ui, "Log lines shown", &mut self.filter, &options, 20.0);
+                segmented(ui, "Log lines shown", &mut filter, &options, 20.0);
             },
             |ui| {
                 if lines.is_empty() {
-                    let words = if serious == 0 && self.filter == Filter::Warnings { "No warnings." } else { "Nothing yet." };
+                    let words =
+                        if serious == 0 && self.filter == Filter::Warnings { "No warnings." } else { "Nothing yet." };
                     label(ui, words, fonts::table(), theme.t3);
                     return;
                 }
@@ -67,6 +69,7 @@ impl LogTile {
                 });
             },
         );
+        self.filter = filter;
     }
 }
 

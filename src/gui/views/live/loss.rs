@@ -58,7 +58,15 @@ fn body(ui: &mut Ui, axis: XAxis, view: &RunView, marked: Option<u64>, hovered: 
     if let Some(last) = view.last_step() {
         let y = transform.position_from_point_y(last.smoothed_loss).clamp(plot.top() + 6.0, plot.bottom() - 6.0);
         let figure = figures::loss(last.smoothed_loss);
-        text(ui.painter(), pos2(plot.right() + 10.0, y), Align2::LEFT_CENTER, &figure, fonts::table(), theme.acc, RIGHT);
+        text(
+            ui.painter(),
+            pos2(plot.right() + 10.0, y),
+            Align2::LEFT_CENTER,
+            &figure,
+            fonts::table(),
+            theme.acc,
+            RIGHT,
+        );
     }
     let strips = Rect::from_min_max(pos2(area.left(), plot.bottom()), pos2(area.right(), area.bottom() - AXIS));
     let (upper, lower) = strips.split_top_bottom_at_y(strips.top() + strip);
@@ -70,7 +78,9 @@ fn body(ui: &mut Ui, axis: XAxis, view: &RunView, marked: Option<u64>, hovered: 
     x_axis(painter, theme, plot, strips.bottom(), axis, &transform);
 
     let whole = Rect::from_min_max(plot.min, pos2(plot.right(), strips.bottom()));
-    if let Some(pointer) = ui.input(|input| input.pointer.hover_pos()).filter(|p| whole.contains(*p) && ui.clip_rect().contains(*p)) {
+    if let Some(pointer) =
+        ui.input(|input| input.pointer.hover_pos()).filter(|p| whole.contains(*p) && ui.clip_rect().contains(*p))
+    {
         *hovered = nearest(view, axis, transform.value_from_position(pointer).x).map(|s| s.report.step);
     }
     if let Some(step) = marked.and_then(|step| step_point(view, step)) {
@@ -103,7 +113,12 @@ fn describe_curve(ui: &mut Ui, plot: Rect, view: &RunView) {
 }
 
 fn plot_lines(ui: &mut Ui, rect: Rect, axis: XAxis, view: &RunView, theme: &Theme) -> egui_plot::PlotResponse<()> {
-    let first = view.steps.first().map_or(0.0, |s| axis.of(s).min(match axis { XAxis::Step => 1.0, _ => 0.0 }));
+    let first = view.steps.first().map_or(0.0, |s| {
+        axis.of(s).min(match axis {
+            XAxis::Step => 1.0,
+            _ => 0.0,
+        })
+    });
     let last = view.last_step().map_or(1.0, |s| axis.of(s));
     // Loss of one step: a little room on both sides, so that the axis has a length.
     let last = if last > first { last } else { first + 1.0 };
@@ -139,7 +154,9 @@ fn plot_lines(ui: &mut Ui, rect: Rect, axis: XAxis, view: &RunView, theme: &Them
                 let all = view.steps.iter().map(move |s| [axis.of(s), value(s)]);
                 PlotPoints::new(thin(all, range.clone(), columns))
             };
-            let raw = Line::new("raw", points(|s| s.report.loss)).color(theme.acc.gamma_multiply(0.38)).width(0.8);
+            // A dense curve is drawn thin, so that the smoothed one stands out; a sparse one would vanish.
+            let (alpha, width) = if view.steps.len() > columns / 4 { (0.38, 0.8) } else { (0.55, 1.2) };
+            let raw = Line::new("raw", points(|s| s.report.loss)).color(theme.acc.gamma_multiply(alpha)).width(width);
             plot.line(raw.allow_hover(false));
             let smoothed = Line::new("smoothed", points(|s| s.smoothed_loss)).color(theme.acc).width(2.0);
             plot.line(smoothed.allow_hover(false));
@@ -153,7 +170,8 @@ fn legend(ui: &mut Ui, rect: Rect, view: &RunView) {
     let mut x = rect.left();
     let mut entry = |mark: &dyn Fn(&Painter, Pos2), words: &str| {
         mark(painter, pos2(x + 7.0, y));
-        x = text(painter, pos2(x + 20.0, y), Align2::LEFT_CENTER, words, fonts::small(), theme.t2, 200.0).right() + 16.0;
+        x = text(painter, pos2(x + 20.0, y), Align2::LEFT_CENTER, words, fonts::small(), theme.t2, 200.0).right()
+            + 16.0;
     };
     let line = |color: Color32, width: f32| {
         move |painter: &Painter, c: Pos2| {

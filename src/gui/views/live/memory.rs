@@ -20,7 +20,14 @@ const GIB: f64 = (1u64 << 30) as f64;
 const EDGE_BYTES: f64 = 0.05 * GIB;
 
 /// Draws the tile. `marked` is the step under the pointer in the last frame; `hovered` gets this frame's.
-pub fn show(ui: &mut Ui, rect: Rect, view: &RunView, machine: Option<&Machine>, marked: Option<u64>, hovered: &mut Option<u64>) {
+pub fn show(
+    ui: &mut Ui,
+    rect: Rect,
+    view: &RunView,
+    machine: Option<&Machine>,
+    marked: Option<u64>,
+    hovered: &mut Option<u64>,
+) {
     let theme = Theme::of(ui);
     let note = |ui: &mut Ui| {
         let peak = view.last_step().map_or(0, |s| s.report.memory.peak_bytes);
@@ -44,7 +51,7 @@ fn bytes_of(report: &MemoryReport, category: MemoryCategory) -> (u64, u64) {
 
 fn areas(ui: &mut Ui, area: Rect, view: &RunView, marked: Option<u64>, hovered: &mut Option<u64>) {
     let theme = Theme::of(ui);
-    let plot = Rect::from_min_max(area.min + vec2(36.0, 8.0), area.max - vec2(0.0, 18.0));
+    let plot = Rect::from_min_max(area.min + vec2(36.0, 8.0), area.max - vec2(0.0, 20.0));
     let Some((first, last)) = view.steps.first().zip(view.steps.last()) else { return };
     let most = |s: &StepPoint| s.report.memory.now_bytes.max(s.report.memory.process_bytes.unwrap_or(0));
     let highest = view.steps.iter().map(most).max().unwrap_or(0).max(last.report.memory.peak_bytes);
@@ -78,11 +85,27 @@ fn areas(ui: &mut Ui, area: Rect, view: &RunView, marked: Option<u64>, hovered: 
     stack(&painter, theme, &samples, &xs, &y_of);
     process_line(&painter, theme, plot, &samples, &xs, &y_of);
 
-    let y = plot.bottom() + 10.0;
+    let y = plot.bottom() + 14.0;
     text(&painter, pos2(plot.left() - 8.0, y), Align2::RIGHT_CENTER, "step", fonts::small(), theme.t3, 36.0);
-    let left = text(&painter, pos2(plot.left(), y), Align2::LEFT_CENTER, &units::count(first.report.step), fonts::small(), theme.t3, 60.0);
+    let left = text(
+        &painter,
+        pos2(plot.left(), y),
+        Align2::LEFT_CENTER,
+        &units::count(first.report.step),
+        fonts::small(),
+        theme.t3,
+        60.0,
+    );
     if plot.right() - left.right() > 60.0 && high > low {
-        text(&painter, pos2(plot.right(), y), Align2::RIGHT_CENTER, &units::count(last.report.step), fonts::small(), theme.t3, 60.0);
+        text(
+            &painter,
+            pos2(plot.right(), y),
+            Align2::RIGHT_CENTER,
+            &units::count(last.report.step),
+            fonts::small(),
+            theme.t3,
+            60.0,
+        );
     }
     text(&painter, pos2(area.left(), plot.top() - 6.0), Align2::LEFT_CENTER, "GiB", fonts::small(), theme.t3, 30.0);
 
@@ -136,7 +159,14 @@ fn stack(painter: &Painter, theme: &Theme, samples: &[&StepPoint], xs: &[f32], y
 }
 
 /// What the system counts for the whole process, dotted.
-fn process_line(painter: &Painter, theme: &Theme, plot: Rect, samples: &[&StepPoint], xs: &[f32], y_of: &dyn Fn(f64) -> f32) {
+fn process_line(
+    painter: &Painter,
+    theme: &Theme,
+    plot: Rect,
+    samples: &[&StepPoint],
+    xs: &[f32],
+    y_of: &dyn Fn(f64) -> f32,
+) {
     let points: Vec<Pos2> = samples
         .iter()
         .zip(xs)
@@ -171,7 +201,8 @@ fn table(ui: &mut Ui, rect: Rect, report: &MemoryReport, machine: Option<&Machin
         text(&painter, at, Align2::LEFT_CENTER, category.name(), fonts::table(), theme.t1, now_x - at.x - 40.0);
         text(&painter, pos2(now_x, y), Align2::RIGHT_CENTER, &figures::gib(*now), fonts::medium(12.0), theme.t1, 60.0);
         text(&painter, pos2(peak_x, y), Align2::RIGHT_CENTER, &figures::gib(*peak), fonts::table(), theme.t3, 50.0);
-        let words = format!("{} {} GiB now, {} GiB at its peak", category.name(), figures::gib(*now), figures::gib(*peak));
+        let words =
+            format!("{} {} GiB now, {} GiB at its peak", category.name(), figures::gib(*now), figures::gib(*peak));
         let row = Rect::from_center_size(pos2(rect.center().x, y), vec2(rect.width(), row_height));
         let response = ui.interact(row, ui.scope_id().with(category.name()), Sense::hover());
         response.widget_info(|| WidgetInfo::labeled(Role::Label, true, &words));
@@ -179,8 +210,24 @@ fn table(ui: &mut Ui, rect: Rect, report: &MemoryReport, machine: Option<&Machin
     y += row_height;
     rule(&painter, rect.x_range(), y - row_height / 2.0, theme.line2);
     text(&painter, pos2(rect.left(), y), Align2::LEFT_CENTER, "Tandem", fonts::medium(12.0), theme.t1, 110.0);
-    text(&painter, pos2(now_x, y), Align2::RIGHT_CENTER, &figures::gib(report.now_bytes), fonts::medium(12.0), theme.t1, 60.0);
-    text(&painter, pos2(peak_x, y), Align2::RIGHT_CENTER, &figures::gib(report.peak_bytes), fonts::table(), theme.t3, 50.0);
+    text(
+        &painter,
+        pos2(now_x, y),
+        Align2::RIGHT_CENTER,
+        &figures::gib(report.now_bytes),
+        fonts::medium(12.0),
+        theme.t1,
+        60.0,
+    );
+    text(
+        &painter,
+        pos2(peak_x, y),
+        Align2::RIGHT_CENTER,
+        &figures::gib(report.peak_bytes),
+        fonts::table(),
+        theme.t3,
+        50.0,
+    );
     if let Some(bytes) = report.process_bytes {
         y += row_height;
         for i in 0..3 {

@@ -139,11 +139,12 @@ pub fn decimals(ticks: &[f64]) -> usize {
     if !step.is_finite() {
         return 2;
     }
-    (0..=6).find(|&d| {
-        let scaled = step * 10f64.powi(d);
-        (scaled - scaled.round()).abs() < 1e-6 * scaled.max(1.0)
-    })
-    .unwrap_or(6) as usize
+    (0..=6)
+        .find(|&d| {
+            let scaled = step * 10f64.powi(d);
+            (scaled - scaled.round()).abs() < 1e-6 * scaled.max(1.0)
+        })
+        .unwrap_or(6) as usize
 }
 
 #[cfg(test)]

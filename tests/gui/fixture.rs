@@ -1,0 +1,138 @@
+//! A run as test data: losses that fall, phases that sum up, memory by category.
+
+use std::path::PathBuf;
+
+use tandem::session::event::{NoteLevel, Outcome, RunEvent, RunInfo, TimedEvent};
+use tandem::session::run_view::RunView;
+use tandem::session::{CategoryBytes, EvalReport, MemoryCategory, MemoryReport, Phase, PhaseTime, StepReport};
+
+const MIB: u64 = 1 << 20;
+const BEGAN: i64 = 1_790_000_000_000;
+
+/// A run of `steps` of 60 steps; it ends when all are done.
+pub fn run(steps: u64) -> RunView {
+    let mut view = RunView::default();
+    for event in events(steps) {
+        view.apply(&event);
+    }
+    view
+}
+
+/// The events of such a run.
+pub fn events(steps: u64) -> Vec<TimedEvent> {
+    let mut events = Vec::new();
+    let mut at = BEGAN;
+    let mut tell = |ms: i64, event: RunEvent| {
+        at += ms;
+        events.push(TimedEvent { unix_ms: at, event });
+    };
+    for (stage, done, total) in
+        [("opening the model", 0, 0), ("reading the dataset", 2834, 2834), ("loading weights", 50, 98)]
+    {
+        tell(900, RunEvent::Preparing { stage: stage.into(), done, total });
+    }
+    let note = |level, text: &str| RunEvent::Note { level, text: text.into() };
+    tell(10, note(NoteLevel::Info, "2,692 records train, 142 are held out"));
+    tell(10, note(NoteLevel::Warning, "training on the CPU, because there is no cuda device: no NVIDIA driver found"));
+    if steps == 0 {
+        return events;
+    }
+    tell(1200, RunEvent::Started(info()));
+    for step in 1..=steps {
+        let report = step_report(step);
+        let ms = report.step_ms as i64;
+        let event = RunEvent::Step {
+            epoch: step as f64 / 130.0,
+            elapsed_s: step as f64 * 6.3,
+            tokens_seen: step * 1_004,
+            eta_s: Some((60 - step) as f64 * 6.3),
+            report: Box::new(report),
+        };
+        tell(ms, event);
+        if step % 20 == 0 {
+            let loss = 3.2 + 0.9 * (-(step as f64) / 25.0).exp();
+            let eval = EvalReport { step, loss, num_label_tokens: 3_900, num_documents: 142, eval_ms: 9_400.0 };
+            tell(9_400, RunEvent::Eval(eval));
+        }
+    }
+    if steps == 60 {
+        let path = PathBuf::from("/home/ada/.local/share/tandem/runs/starter/adapter");
+        tell(300, RunEvent::Saved { step: 60, path });
+        tell(5, RunEvent::Finished { outcome: Outcome::Completed, steps: 60 });
+    }
+    events
+}
+
+fn info() -> RunInfo {
+    RunInfo {
+        name: "starter".into(),
+        folder: PathBuf::from("/home/ada/.local/share/tandem/runs/starter"),
+        model: "SmolLM2-135M-Instruct.Q4_1.gguf".into(),
+        method: "LoRA r16".into(),
+        device: "CPU, 2 threads, f32".into(),
+        total_steps: 60,
+        steps_per_epoch: 130.0,
+        pack_len: 1024,
+        num_parameters: 134_515_008,
+        num_trainable: 4_884_480,
+        num_hidden_layers: 30,
+        num_train_records: 2_692,
+        num_eval_records: 142,
+    }
+}
+
+/// A number between 0 and 1 that looks random and is the same every time.
+fn noise(step: u64, salt: u64) -> f64 {
+    let mut x = step.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ salt.wrapping_mul(0xD1B5_4A32_D192_ED03);
+    x ^= x >> 31;
+    x = x.wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    (x >> 11) as f64 / (1u64 << 53) as f64
+}
+
+fn step_report(step: u64) -> StepReport {
+    let scale = 0.97 + 0.06 * noise(step, 1);
+    let phases: Vec<PhaseTime> = Phase::ALL
+        .into_iter()
+        .map(|phase| {
+            let (forward_ms, backward_ms, step_ms) = match phase {
+                Phase::Attention => (Some(520.0 * scale), Some(980.0 * scale), None),
+                Phase::Mlp => (Some(890.0 * scale), Some(1_650.0 * scale), None),
+                Phase::HeadLoss => (Some(310.0 * scale), Some(420.0 * scale), None),
+                Phase::Recompute => (None, Some(1_390.0 * scale), None),
+                Phase::Metadata => (Some(0.6), None, None),
+                Phase::Optimizer => (None, None, Some(34.0)),
+                Phase::DataWait => (None, None, Some(0.02)),
+                Phase::Moe | Phase::ExposedCopy | Phase::HostWait => (None, None, None),
+            };
+            PhaseTime { phase, forward_ms, backward_ms, step_ms }
+        })
+        .collect();
+    let sum: f64 = phases.iter().filter_map(PhaseTime::total_ms).sum();
+    let now = [514 * MIB, 210 * MIB, 96 * MIB, 38 * MIB, 0, 19 * MIB, 19 * MIB, MIB / 8];
+    let categories: Vec<CategoryBytes> = MemoryCategory::ALL
+        .into_iter()
+        .zip(now)
+        .map(|(category, now_bytes)| CategoryBytes { category, now_bytes, peak_bytes: now_bytes + now_bytes / 10 })
+        .collect();
+    let total: u64 = now.iter().sum();
+    StepReport {
+        step,
+        loss: 3.1 + 1.2 * (-(step as f64) / 18.0).exp() + 0.35 * (noise(step, 2) - 0.5),
+        grad_norm: 0.8 + 1.9 * noise(step, 3).powi(3),
+        clipped: noise(step, 3) > 0.9,
+        lr: 2e-4 * (0.5 + 0.5 * (std::f64::consts::PI * step as f64 / 60.0).cos()),
+        total_tokens: 1_024,
+        document_tokens: 1_004,
+        num_label_tokens: 830,
+        step_ms: sum + 21.0,
+        phases,
+        not_attributed_ms: 21.0,
+        memory: MemoryReport {
+            categories,
+            now_bytes: total,
+            peak_bytes: total + total / 12,
+            process_bytes: Some(total + 160 * MIB),
+        },
+        spans: Vec::new(),
+    }
+}
