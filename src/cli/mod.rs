@@ -12,12 +12,12 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
-/// Fine-tunes local language models on this machine.
+/// Fine-tunes local language models on this machine. Without a command it opens the window.
 #[derive(Parser)]
 #[command(name = "tandem", version, about, max_term_width = 100)]
 struct Cli {
     #[command(subcommand)]
-    command: Command,
+    command: Option<Command>,
 }
 
 #[derive(Subcommand)]
@@ -43,9 +43,10 @@ pub fn main() -> ExitCode {
     };
     log_to_stderr();
     let result = match cli.command {
-        Command::Train(args) => train::run(&args),
-        Command::Runs(args) => runs::run(&args),
-        Command::Starter(command) => starter::run(&command),
+        None => tandem::gui::app::run(),
+        Some(Command::Train(args)) => train::run(&args),
+        Some(Command::Runs(args)) => runs::run(&args),
+        Some(Command::Starter(command)) => starter::run(&command),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -106,7 +106,7 @@ mod tests {
 
     #[test]
     fn losses_keep_four_digits() {
-        assert_eq!(loss(3.14159), "3.142");
+        assert_eq!(loss(3.44159), "3.442");
         assert_eq!(loss(0.92131), "0.9213");
         assert_eq!(loss(12.3456), "12.35");
         assert_eq!(loss(0.0), "0.000");

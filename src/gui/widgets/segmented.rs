@@ -1,7 +1,9 @@
 //! A segmented control: one choice out of a few, all in sight.
 
 use egui::accesskit::Role;
-use egui::{Align2, Key, Rect, Response, Sense, Stroke, StrokeKind, Ui, WidgetInfo, pos2, vec2};
+use egui::{
+    Align2, EventFilter, Key, Modifiers, Rect, Response, Sense, Stroke, StrokeKind, Ui, WidgetInfo, pos2, vec2,
+};
 
 use super::focus_ring;
 use crate::gui::fonts;
@@ -37,8 +39,13 @@ pub fn segmented<T: PartialEq + Copy>(
         let hit = segment.with_min_y(area.top()).with_max_y(area.bottom());
         let part = ui.interact(hit, response.id.with(i), Sense::click());
         let step = if part.has_focus() {
-            ui.input(|input| {
-                i32::from(input.key_pressed(Key::ArrowRight)) - i32::from(input.key_pressed(Key::ArrowLeft))
+            // Else egui would move the focus by the arrows.
+            let filter = EventFilter { horizontal_arrows: true, ..EventFilter::default() };
+            ui.memory_mut(|memory| memory.set_focus_lock_filter(part.id, filter));
+            // Consumed, because the next segment gets the focus in this very frame.
+            ui.input_mut(|input| {
+                let mut pressed = |key| i32::from(input.consume_key(Modifiers::NONE, key));
+                pressed(Key::ArrowRight) - pressed(Key::ArrowLeft)
             })
         } else {
             0
