@@ -1,5 +1,6 @@
 //! Commands, flags and exit codes: 0 done (or stopped by the user), 1 failed, 2 wrong usage.
 
+mod fields;
 mod runs;
 mod signals;
 mod starter;

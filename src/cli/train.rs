@@ -1,133 +1,34 @@
 //! `tandem train`: a run.toml and flags that override its fields, followed until the run ends.
 
-use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use anyhow::{anyhow, bail};
+use anyhow::anyhow;
 use clap::Args;
 use tandem::base::error::Result;
-use tandem::session::config::{Override, RunConfig};
 use tandem::session::event::{Command, Outcome, RunEvent};
 use tandem::session::handle;
 
+use super::fields::FieldArgs;
 use super::signals;
 use super::train_output::Output;
 
 /// How often signals are looked at while no event comes.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
-/// Flags of `tandem train`. Values are checked with the file, so that both give the same errors.
+/// Flags of `tandem train`.
 #[derive(Args)]
 pub struct TrainArgs {
-    /// The run configuration; may be left out when --model and --data are given.
-    #[arg(value_name = "RUN.TOML")]
-    config: Option<PathBuf>,
     /// Print one JSON event a line on stdout.
     #[arg(long)]
     json: bool,
-    /// Override any field, as --set optimizer.weight_decay=0.01; may be repeated.
-    #[arg(long, value_name = "SECTION.FIELD=VALUE")]
-    set: Vec<String>,
-    /// Model folder, GGUF file, or `starter`.
-    #[arg(long, value_name = "PATH", help_heading = "Fields")]
-    model: Option<String>,
-    /// Dataset file, or `starter`.
-    #[arg(long, value_name = "PATH", help_heading = "Fields")]
-    data: Option<String>,
-    /// Name of the run.
-    #[arg(long, value_name = "TEXT", help_heading = "Fields")]
-    name: Option<String>,
-    /// Folder that gets the run's folder.
-    #[arg(long, value_name = "PATH", help_heading = "Fields")]
-    runs_dir: Option<String>,
-    /// Seed of shuffling, held-out split, adapters and dropout.
-    #[arg(long, value_name = "N", help_heading = "Fields")]
-    seed: Option<String>,
-    /// Tokens in a pack.
-    #[arg(long, value_name = "N", help_heading = "Fields")]
-    pack_len: Option<String>,
-    /// Rank of the adapters.
-    #[arg(long, value_name = "N", help_heading = "Fields")]
-    r: Option<String>,
-    /// Scale numerator of the adapters.
-    #[arg(long, value_name = "X", help_heading = "Fields")]
-    lora_alpha: Option<String>,
-    /// Peak learning rate.
-    #[arg(long, value_name = "X", help_heading = "Fields")]
-    lr: Option<String>,
-    /// Optimizer steps; 0: as many as --epochs takes.
-    #[arg(long, value_name = "N", help_heading = "Fields")]
-    max_steps: Option<String>,
-    /// Passes over the training data.
-    #[arg(long, value_name = "X", help_heading = "Fields")]
-    epochs: Option<String>,
-    /// Packs in one optimizer step.
-    #[arg(long, value_name = "N", help_heading = "Fields")]
-    grad_accum_steps: Option<String>,
-    /// Measure the held-out loss every N steps; 0: only at the end.
-    #[arg(long, value_name = "N", help_heading = "Fields")]
-    eval_every: Option<String>,
-    /// Save every N steps; 0: only at the end.
-    #[arg(long, value_name = "N", help_heading = "Fields")]
-    save_every: Option<String>,
-    /// `keep` or `recompute`.
-    #[arg(long, value_name = "WORD", help_heading = "Fields")]
-    activations: Option<String>,
-    /// `auto`, `cpu` or `cuda`.
-    #[arg(long, value_name = "WORD", help_heading = "Fields")]
-    device: Option<String>,
-    /// CPU threads; 0: one a core.
-    #[arg(long, value_name = "N", help_heading = "Fields")]
-    threads: Option<String>,
-    /// `f32` or `bf16`.
-    #[arg(long, value_name = "WORD", help_heading = "Fields")]
-    precision: Option<String>,
-}
-
-impl TrainArgs {
-    /// The configuration: the file, then `--set`, then the flags of single fields.
-    pub fn run_config(&self) -> Result<RunConfig> {
-        let mut overrides = Vec::new();
-        for change in &self.set {
-            let Some((field, value)) = change.split_once('=') else {
-                bail!("--set {change}: write it as --set SECTION.FIELD=VALUE, for example --set method.r=8");
-            };
-            let (field, value) = (field.trim().to_owned(), value.trim().to_owned());
-            overrides.push(Override { flag: format!("--set {field}"), field, value });
-        }
-        let flags = [
-            ("--model", "model.path", &self.model),
-            ("--data", "data.path", &self.data),
-            ("--name", "name", &self.name),
-            ("--runs-dir", "runs_dir", &self.runs_dir),
-            ("--seed", "seed", &self.seed),
-            ("--pack-len", "packing.pack_len", &self.pack_len),
-            ("--r", "method.r", &self.r),
-            ("--lora-alpha", "method.lora_alpha", &self.lora_alpha),
-            ("--lr", "optimizer.lr", &self.lr),
-            ("--max-steps", "train.max_steps", &self.max_steps),
-            ("--epochs", "train.epochs", &self.epochs),
-            ("--grad-accum-steps", "train.grad_accum_steps", &self.grad_accum_steps),
-            ("--eval-every", "train.eval_every", &self.eval_every),
-            ("--save-every", "train.save_every", &self.save_every),
-            ("--activations", "train.activations", &self.activations),
-            ("--device", "train.device", &self.device),
-            ("--threads", "train.threads", &self.threads),
-            ("--precision", "train.precision", &self.precision),
-        ];
-        for (flag, field, value) in flags {
-            if let Some(value) = value {
-                overrides.push(Override { flag: flag.into(), field: field.into(), value: value.clone() });
-            }
-        }
-        RunConfig::load_with(self.config.as_deref(), &overrides)
-    }
+    #[command(flatten)]
+    fields: FieldArgs,
 }
 
 /// Trains, and says how it went.
 pub fn run(args: &TrainArgs) -> Result<()> {
-    let config = args.run_config()?;
+    let config = args.fields.run_config()?;
     let stop = signals::stop_flag()?;
     let mut run = handle::start(config, None)?;
     let mut output = Output::new(args.json, run.folder());

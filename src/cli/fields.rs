@@ -1,0 +1,113 @@
+//! The flags that override fields of a run configuration, shared by all commands that take one.
+
+use std::path::PathBuf;
+
+use anyhow::bail;
+use clap::Args;
+use tandem::base::error::Result;
+use tandem::session::config::{Override, RunConfig};
+
+/// A run configuration and flags over it. Values are checked with the file, so that both give the same errors.
+#[derive(Args)]
+pub struct FieldArgs {
+    /// The run configuration; may be left out when --model and --data are given.
+    #[arg(value_name = "RUN.TOML")]
+    pub config: Option<PathBuf>,
+    /// Override any field, as --set optimizer.weight_decay=0.01; may be repeated.
+    #[arg(long, value_name = "SECTION.FIELD=VALUE")]
+    set: Vec<String>,
+    /// Model folder, GGUF file, or `starter`.
+    #[arg(long, value_name = "PATH", help_heading = "Fields")]
+    model: Option<String>,
+    /// Dataset file, or `starter`.
+    #[arg(long, value_name = "PATH", help_heading = "Fields")]
+    data: Option<String>,
+    /// Name of the run.
+    #[arg(long, value_name = "TEXT", help_heading = "Fields")]
+    name: Option<String>,
+    /// Folder that gets the run's folder.
+    #[arg(long, value_name = "PATH", help_heading = "Fields")]
+    runs_dir: Option<String>,
+    /// Seed of shuffling, held-out split, adapters and dropout.
+    #[arg(long, value_name = "N", help_heading = "Fields")]
+    seed: Option<String>,
+    /// Tokens in a pack.
+    #[arg(long, value_name = "N", help_heading = "Fields")]
+    pack_len: Option<String>,
+    /// Rank of the adapters.
+    #[arg(long, value_name = "N", help_heading = "Fields")]
+    r: Option<String>,
+    /// Scale numerator of the adapters.
+    #[arg(long, value_name = "X", help_heading = "Fields")]
+    lora_alpha: Option<String>,
+    /// Peak learning rate.
+    #[arg(long, value_name = "X", help_heading = "Fields")]
+    lr: Option<String>,
+    /// Optimizer steps; 0: as many as --epochs takes.
+    #[arg(long, value_name = "N", help_heading = "Fields")]
+    max_steps: Option<String>,
+    /// Passes over the training data.
+    #[arg(long, value_name = "X", help_heading = "Fields")]
+    epochs: Option<String>,
+    /// Packs in one optimizer step.
+    #[arg(long, value_name = "N", help_heading = "Fields")]
+    grad_accum_steps: Option<String>,
+    /// Measure the held-out loss every N steps; 0: only at the end.
+    #[arg(long, value_name = "N", help_heading = "Fields")]
+    eval_every: Option<String>,
+    /// Save every N steps; 0: only at the end.
+    #[arg(long, value_name = "N", help_heading = "Fields")]
+    save_every: Option<String>,
+    /// `keep` or `recompute`.
+    #[arg(long, value_name = "WORD", help_heading = "Fields")]
+    activations: Option<String>,
+    /// `auto`, `cpu` or `cuda`.
+    #[arg(long, value_name = "WORD", help_heading = "Fields")]
+    device: Option<String>,
+    /// CPU threads; 0: one a core.
+    #[arg(long, value_name = "N", help_heading = "Fields")]
+    threads: Option<String>,
+    /// `f32` or `bf16`.
+    #[arg(long, value_name = "WORD", help_heading = "Fields")]
+    precision: Option<String>,
+}
+
+impl FieldArgs {
+    /// The configuration: the file, then `--set`, then the flags of single fields.
+    pub fn run_config(&self) -> Result<RunConfig> {
+        let mut overrides = Vec::new();
+        for change in &self.set {
+            let Some((field, value)) = change.split_once('=') else {
+                bail!("--set {change}: write it as --set SECTION.FIELD=VALUE, for example --set method.r=8");
+            };
+            let (field, value) = (field.trim().to_owned(), value.trim().to_owned());
+            overrides.push(Override { flag: format!("--set {field}"), field, value });
+        }
+        let flags = [
+            ("--model", "model.path", &self.model),
+            ("--data", "data.path", &self.data),
+            ("--name", "name", &self.name),
+            ("--runs-dir", "runs_dir", &self.runs_dir),
+            ("--seed", "seed", &self.seed),
+            ("--pack-len", "packing.pack_len", &self.pack_len),
+            ("--r", "method.r", &self.r),
+            ("--lora-alpha", "method.lora_alpha", &self.lora_alpha),
+            ("--lr", "optimizer.lr", &self.lr),
+            ("--max-steps", "train.max_steps", &self.max_steps),
+            ("--epochs", "train.epochs", &self.epochs),
+            ("--grad-accum-steps", "train.grad_accum_steps", &self.grad_accum_steps),
+            ("--eval-every", "train.eval_every", &self.eval_every),
+            ("--save-every", "train.save_every", &self.save_every),
+            ("--activations", "train.activations", &self.activations),
+            ("--device", "train.device", &self.device),
+            ("--threads", "train.threads", &self.threads),
+            ("--precision", "train.precision", &self.precision),
+        ];
+        for (flag, field, value) in flags {
+            if let Some(value) = value {
+                overrides.push(Override { flag: flag.into(), field: field.into(), value: value.clone() });
+            }
+        }
+        RunConfig::load_with(self.config.as_deref(), &overrides)
+    }
+}
