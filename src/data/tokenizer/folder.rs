@@ -4,6 +4,7 @@ use std::path::Path;
 
 use anyhow::{Context as _, anyhow, bail, ensure};
 use serde_json::Value;
+use tokenizers::PostProcessorWrapper;
 
 use super::{Roles, Tokenizer};
 use crate::base::error::Result;
@@ -20,6 +21,11 @@ pub fn open(folder: &Path) -> Result<Tokenizer> {
     // A saved limit or padding would cut or fill documents before packing sees them.
     inner.with_padding(None);
     inner.with_truncation(None).map_err(|e| anyhow!("{}: {e}", file.display()))?;
+    let mut processor = inner.get_post_processor().cloned();
+    if let Some(processor) = &mut processor {
+        keep_blanks(processor);
+    }
+    inner.with_post_processor(processor);
 
     let config = json(folder, "tokenizer_config.json")?;
     let special = json(folder, "special_tokens_map.json")?;
@@ -53,6 +59,17 @@ fn json(folder: &Path, name: &str) -> Result<Value> {
     }
     let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
     serde_json::from_str(&text).with_context(|| format!("{} is not valid JSON", path.display()))
+}
+
+/// Makes every token stand for its whole text: with `trim_offsets` a token of blanks would stand for nothing, and a blank
+/// inside an answer would look like a token that was added to it.
+fn keep_blanks(processor: &mut PostProcessorWrapper) {
+    match processor {
+        PostProcessorWrapper::ByteLevel(byte_level) => byte_level.trim_offsets = false,
+        PostProcessorWrapper::Roberta(roberta) => roberta.trim_offsets = false,
+        PostProcessorWrapper::Sequence(sequence) => sequence.as_mut().iter_mut().for_each(keep_blanks),
+        PostProcessorWrapper::Bert(_) | PostProcessorWrapper::Template(_) => {}
+    }
 }
 
 /// A token written as text or as an object with its text in `content`.

@@ -188,3 +188,18 @@ fn tokens_that_share_a_character_have_its_whole_range() {
     let encoding = open_gguf(&split).unwrap().encode_with_offsets("abé!", false).unwrap();
     assert_eq!(encoding.offsets, [0..2, 2..4, 2..4, 4..5]);
 }
+
+#[test]
+fn blanks_keep_their_place_in_the_text() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut file: serde_json::Value =
+        serde_json::from_str(&crate::data::testing::byte_tokenizer().to_json().unwrap()).unwrap();
+    let trimming = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
+    for post_processor in [trimming.clone(), json!({"type": "Sequence", "processors": [trimming]})] {
+        file["post_processor"] = post_processor;
+        std::fs::write(folder.path().join("tokenizer.json"), file.to_string()).unwrap();
+        std::fs::write(folder.path().join("tokenizer_config.json"), "{\"eos_token\": \"<|im_end|>\"}").unwrap();
+        let tokenizer = Tokenizer::open(folder.path()).unwrap();
+        assert_eq!(tokenizer.encode_with_offsets("a b", false).unwrap().offsets, [0..1, 1..2, 2..3]);
+    }
+}
