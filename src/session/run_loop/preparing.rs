@@ -125,7 +125,7 @@ fn choose_device(config: &RunConfig, sink: &EventSink) -> Result<Device> {
         DeviceChoice::Auto => match Device::cuda() {
             Ok(device) => Ok(device),
             Err(reason) => {
-                sink.note(NoteLevel::Warning, format!("training on the CPU, because there is {reason}"));
+                sink.note(NoteLevel::Info, format!("training on the CPU, because there is {reason}"));
                 cpu()
             }
         },
