@@ -6,6 +6,10 @@
 // Tests may unwrap and panic: that is how they fail (clippy.toml).
 #![cfg_attr(test, allow(clippy::disallowed_methods, clippy::disallowed_macros))]
 
+// Lets unit tests use what `tests/support` offers to the integration tests.
+#[cfg(test)]
+extern crate self as tandem;
+
 pub mod base;
 pub mod formats;
 

@@ -1,5 +1,6 @@
 //! Commands, flags and exit codes: 0 done (or stopped by the user), 1 failed, 2 wrong usage.
 
+mod data;
 mod fields;
 mod runs;
 mod signals;
@@ -25,6 +26,9 @@ struct Cli {
 enum Command {
     /// Train a model as a run.toml says.
     Train(Box<train::TrainArgs>),
+    /// Look at what a run will train on.
+    #[command(subcommand)]
+    Data(Box<data::DataCommand>),
     /// List the runs on this machine.
     Runs(runs::RunsArgs),
     /// The starter model: a small real model to begin with.
@@ -46,6 +50,7 @@ pub fn main() -> ExitCode {
     let result = match cli.command {
         None => tandem::gui::app::run(),
         Some(Command::Train(args)) => train::run(&args),
+        Some(Command::Data(command)) => data::run(&command),
         Some(Command::Runs(args)) => runs::run(&args),
         Some(Command::Starter(command)) => starter::run(&command),
     };

@@ -1,11 +1,13 @@
-//! `tandem starter fetch`: puts the starter model on this machine.
+//! `tandem starter fetch` and `status`: puts the starter model on this machine.
 
 use std::sync::atomic::Ordering;
 
+use anyhow::bail;
 use clap::Subcommand;
 use indicatif::{ProgressBar, ProgressStyle};
 use tandem::base::error::Result;
-use tandem::session::starter;
+use tandem::base::units;
+use tandem::session::starter::{self, Status};
 
 use super::signals;
 
@@ -14,11 +16,36 @@ use super::signals;
 pub enum StarterCommand {
     /// Fetch it (once), check it, and say where it is.
     Fetch,
+    /// Say where it is; exits with 1 while it is not ready.
+    Status,
 }
 
-/// Fetches the starter model.
+/// Runs one of them.
 pub fn run(command: &StarterCommand) -> Result<()> {
-    let StarterCommand::Fetch = command;
+    match command {
+        StarterCommand::Fetch => fetch(),
+        StarterCommand::Status => status(),
+    }
+}
+
+fn status() -> Result<()> {
+    match starter::status()? {
+        Status::Ready { path } => println!("{} is at {}", starter::model_name(), path.display()),
+        Status::Partial { bytes } => bail!(
+            "a file of {} is there, but it is not known to be the starter model; `tandem starter fetch` checks and \
+             repairs it",
+            units::bytes(bytes)
+        ),
+        Status::Absent => bail!(
+            "{} is not on this machine; `tandem starter fetch` downloads it ({})",
+            starter::model_name(),
+            units::bytes(starter::download_bytes())
+        ),
+    }
+    Ok(())
+}
+
+fn fetch() -> Result<()> {
     let stop = signals::stop_flag()?;
     // Hidden by indicatif itself when stderr is no terminal.
     let bar = ProgressBar::new(starter::download_bytes());

@@ -132,10 +132,8 @@ impl Drop for RunHandle {
 /// # Errors
 /// When the configuration is not valid, the starter model is meant and not on this machine, or the run's folder cannot
 /// be made. Everything later is told by the run's events.
-pub fn start(mut config: RunConfig, waker: Option<RunWaker>) -> Result<RunHandle> {
-    config.model.path = starter::resolve_model(&config.model.path)?;
-    config.data.path = starter::resolve_dataset(&config.data.path)?;
-    start_body(config, waker, run_loop::run)
+pub fn start(config: RunConfig, waker: Option<RunWaker>) -> Result<RunHandle> {
+    start_body(starter::resolved(&config)?, waker, run_loop::run)
 }
 
 /// Makes a run folder and starts `body` on the training thread.

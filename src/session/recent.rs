@@ -1,13 +1,12 @@
 //! Models and datasets used lately, kept in `<home>/recent.json`.
 
-use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 use serde::{Deserialize, Serialize};
 
 use crate::base::error::Result;
-use crate::base::paths;
+use crate::base::{files, paths};
 
 /// Entries kept of each kind.
 const KEPT: usize = 12;
@@ -60,7 +59,10 @@ impl Recent {
     }
 
     fn save_to(&self, file: &Path) -> Result<()> {
-        write_atomically(file, &serde_json::to_vec_pretty(self)?)
+        if let Some(folder) = file.parent() {
+            std::fs::create_dir_all(folder).with_context(|| format!("{} cannot be made", folder.display()))?;
+        }
+        files::write_atomic(file, |to| Ok(serde_json::to_writer_pretty(to, self)?))
     }
 }
 
@@ -72,20 +74,6 @@ fn add(list: &mut Vec<PathBuf>, path: &Path) {
     list.retain(|known| known != path);
     list.insert(0, path.to_path_buf());
     list.truncate(KEPT);
-}
-
-/// Writes a file beside its target and renames it into place, making the folder when missing.
-///
-/// # Errors
-/// When the folder cannot be made or written.
-pub fn write_atomically(file: &Path, bytes: &[u8]) -> Result<()> {
-    let folder = file.parent().with_context(|| format!("{} has no folder", file.display()))?;
-    std::fs::create_dir_all(folder).with_context(|| format!("{} cannot be made", folder.display()))?;
-    let mut temporary = tempfile::NamedTempFile::new_in(folder)
-        .with_context(|| format!("{} cannot be written to", folder.display()))?;
-    temporary.write_all(bytes).with_context(|| format!("{} cannot be written", file.display()))?;
-    temporary.persist(file).with_context(|| format!("{} cannot be written", file.display()))?;
-    Ok(())
 }
 
 #[cfg(test)]

@@ -225,6 +225,73 @@ impl<T> Drop for Task<T> {
     }
 }
 
+/// The newest result of a job that is asked for again and again, for example a preview while the user types.
+///
+/// A newer request cancels the older one; until it is ready, the last result stays.
+pub struct Latest<T> {
+    task: Option<Task<T>>,
+    value: Option<Result<T>>,
+}
+
+impl<T> Default for Latest<T> {
+    fn default() -> Self {
+        Self { task: None, value: None }
+    }
+}
+
+impl<T: Send + 'static> Latest<T> {
+    /// Replaces the running job, if any.
+    pub fn start(&mut self, task: Task<T>) {
+        self.task = Some(task);
+    }
+
+    /// Takes over what is ready; true when there is a new result.
+    pub fn poll(&mut self) -> bool {
+        match self.task.as_mut().map(Task::poll) {
+            None | Some(Poll::Running) => false,
+            Some(Poll::Ended) => {
+                self.task = None;
+                false
+            }
+            Some(Poll::Ready(result)) => {
+                self.task = None;
+                self.value = Some(result);
+                true
+            }
+        }
+    }
+
+    /// Cancels the job and forgets the last result.
+    pub fn clear(&mut self) {
+        *self = Self::default();
+    }
+
+    /// Takes the last result out.
+    pub fn take(&mut self) -> Option<Result<T>> {
+        self.value.take()
+    }
+
+    /// The last result, unless it was an error.
+    pub fn ok(&self) -> Option<&T> {
+        self.value.as_ref()?.as_ref().ok()
+    }
+
+    /// The last result, when it was an error.
+    pub fn error(&self) -> Option<&anyhow::Error> {
+        self.value.as_ref()?.as_ref().err()
+    }
+
+    /// Progress of the running job; `None` when none runs.
+    pub fn progress(&self) -> Option<Progress> {
+        self.task.as_ref().map(Task::progress)
+    }
+
+    /// Whether a job runs.
+    pub fn is_running(&self) -> bool {
+        self.task.is_some()
+    }
+}
+
 /// Sends the result and wakes the window, also when the job panics or is aborted (then the channel just closes).
 struct EndOfJob<'a, T> {
     control: &'a TaskControl,
@@ -319,5 +386,28 @@ mod tests {
         assert!(matches!(task.poll(), Poll::Running));
         task.cancel();
         assert!(matches!(until_ended(&mut task), Poll::Ended));
+    }
+
+    #[test]
+    fn a_newer_request_replaces_the_older_and_the_last_result_stays_meanwhile() {
+        let mut latest = Latest::default();
+        latest.start(Task::blocking(None, |_| Ok(Some(1))));
+        while !latest.poll() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let (go, wait) = mpsc::sync_channel::<()>(1);
+        latest.start(Task::blocking(None, |_| Ok(Some(2))));
+        latest.start(Task::blocking(None, move |_| {
+            let _ = wait.recv();
+            Ok(Some(3))
+        }));
+        assert!(!latest.poll() && latest.is_running());
+        assert_eq!(latest.ok(), Some(&1));
+        go.send(()).unwrap();
+        while !latest.poll() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(latest.ok(), Some(&3));
+        assert!(!latest.is_running());
     }
 }

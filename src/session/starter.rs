@@ -11,10 +11,9 @@ use std::sync::atomic::AtomicBool;
 use anyhow::Context as _;
 
 use super::config::RunConfig;
-use super::recent::write_atomically;
 use super::runtime::{Task, Waker};
 use crate::base::error::Result;
-use crate::base::{paths, units};
+use crate::base::{files, paths, units};
 
 pub use super::config::STARTER;
 
@@ -108,10 +107,12 @@ pub fn dataset_path() -> Result<PathBuf> {
 }
 
 fn dataset_in(home: &Path) -> Result<PathBuf> {
-    let path = home.join("datasets").join("devil.jsonl");
+    let folder = home.join("datasets");
+    let path = folder.join("devil.jsonl");
     let current = std::fs::read(&path).is_ok_and(|there| there == DATASET);
     if !current {
-        write_atomically(&path, DATASET)?;
+        std::fs::create_dir_all(&folder).with_context(|| format!("{} cannot be made", folder.display()))?;
+        files::write_atomic(&path, |to| Ok(to.write_all(DATASET)?))?;
     }
     Ok(path)
 }
@@ -122,6 +123,17 @@ fn dataset_in(home: &Path) -> Result<PathBuf> {
 /// Never in a correct build (a test parses the file); an error names the field.
 pub fn run_config() -> Result<RunConfig> {
     toml::from_str(include_str!("../../assets/examples/starter.toml")).context("assets/examples/starter.toml")
+}
+
+/// A configuration with the word `starter` replaced by what it stands for.
+///
+/// # Errors
+/// As [`resolve_model`] and [`resolve_dataset`].
+pub fn resolved(config: &RunConfig) -> Result<RunConfig> {
+    let mut config = config.clone();
+    config.model.path = resolve_model(&config.model.path)?;
+    config.data.path = resolve_dataset(&config.data.path)?;
+    Ok(config)
 }
 
 /// The model path of a configuration with `starter` replaced by where it is.

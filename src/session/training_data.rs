@@ -1,5 +1,6 @@
 //! From a run configuration to the documents that train and those held out: what a run, the preview and the dump share.
 
+use std::collections::HashSet;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
@@ -10,7 +11,7 @@ use super::event::NoteLevel;
 use crate::base::error::{BadRecord, Result};
 use crate::base::units;
 use crate::data::dataset::{Dataset, DatasetOptions, Record, split};
-use crate::data::example::{Built, Example, ExampleBuilder};
+use crate::data::example::{Built, Example, ExampleBuilder, IGNORE_INDEX};
 use crate::data::loader::{LoaderOptions, LoaderPlan, RunLength};
 use crate::data::options::LayoutChoice;
 use crate::data::pack::{self, PackCounts, PackOptions, PackedBatch};
@@ -31,6 +32,12 @@ pub struct TrainingData {
     pub eval_batches: Vec<PackedBatch>,
     /// The dataset's layout, as found or as chosen.
     pub layout: LayoutChoice,
+    /// The dataset's columns.
+    pub columns: Vec<String>,
+    /// Documents that train as they were before any was cut, in the order of the file.
+    pub documents: Vec<Document>,
+    /// Rows that give no document, with reasons.
+    pub rejected: Vec<BadRecord>,
     /// Records that train.
     pub num_train_records: usize,
     /// Records held out.
@@ -41,6 +48,17 @@ pub struct TrainingData {
     pub max_token_id: i32,
     /// What the user should know.
     pub notes: Vec<(NoteLevel, String)>,
+}
+
+/// A document that trains, as it was before any was cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Document {
+    /// 1-based line of its row.
+    pub line: usize,
+    /// Its tokens.
+    pub num_tokens: usize,
+    /// Whether it ends with an end token that is trained.
+    pub ends: bool,
 }
 
 impl TrainingData {
@@ -60,25 +78,29 @@ impl TrainingData {
         let data = &config.data;
         let Some(dataset) = open(&data.path, config, stop)? else { return Ok(None) };
         tell_rejected(&dataset.rejected, &mut notes);
-        let layout = dataset.layout;
-        let (train, eval) = match &data.eval_path {
+        let (layout, columns) = (dataset.layout, dataset.columns);
+        let mut rejected = dataset.rejected;
+        let (train_records, eval_records) = match &data.eval_path {
             Some(path) => {
                 let eval = open(path, config, stop).context("`eval_path` in [data]")?;
                 let Some(eval) = eval else { return Ok(None) };
                 tell_rejected(&eval.rejected, &mut notes);
+                rejected.extend(eval.rejected);
                 (dataset.records, eval.records)
             }
             None => split(dataset.records, data.eval_fraction, config.seed)?,
         };
-        let Some(train) = tokenize(builder, &train, "tokenizing", progress, stop) else { return Ok(None) };
-        let Some(eval) = tokenize(builder, &eval, "tokenizing held-out records", progress, stop) else {
-            return Ok(None);
-        };
+        let Some(train) = tokenize(builder, &train_records, "tokenizing", progress, stop) else { return Ok(None) };
+        let held_out = "tokenizing held-out records";
+        let Some(eval) = tokenize(builder, &eval_records, held_out, progress, stop) else { return Ok(None) };
         tell_rejected(&train.rejected, &mut notes);
         tell_rejected(&eval.rejected, &mut notes);
         let (num_train_records, num_eval_records) = (train.examples.len(), eval.examples.len());
         ensure!(num_train_records > 0, "{}", nothing_to_train(&data.path, &notes));
-        tell_end(builder, &train.examples, &mut notes);
+        let documents = documents(builder, &train_records, &train);
+        rejected.extend(train.rejected);
+        rejected.extend(eval.rejected);
+        tell_end(&documents, &mut notes);
         let max_token_id = max_token_id(train.examples.iter().chain(&eval.examples));
 
         let options = loader_options(config, builder);
@@ -90,6 +112,9 @@ impl TrainingData {
         Ok(Some(Self {
             eval_batches: eval_batches.iter().map(|batch| batch.build(&eval, options.pack.pad_id)).collect(),
             layout,
+            columns,
+            documents,
+            rejected,
             num_train_records,
             num_eval_records,
             longest: plan.examples().iter().map(|example| example.input_ids.len()).max().unwrap_or(0),
@@ -182,11 +207,29 @@ fn nothing_to_train(path: &Path, notes: &[(NoteLevel, String)]) -> String {
     text
 }
 
-/// Tells when no answer ends with an end token that is trained: the model would not learn to stop.
-fn tell_end(builder: &ExampleBuilder, examples: &[Example], notes: &mut Vec<(NoteLevel, String)>) {
+/// The documents of a training set before any is cut.
+fn documents(builder: &ExampleBuilder, records: &[Record], built: &Built) -> Vec<Document> {
     let ends = builder.tokenizer().eos_ids();
-    let learns_to_end = examples.iter().any(|example| example.labels.iter().any(|label| ends.contains(label)));
-    if !learns_to_end {
+    let rejected: HashSet<(&Path, usize)> = built.rejected.iter().map(|bad| (bad.path.as_path(), bad.line)).collect();
+    let kept = records.iter().filter(|record| !rejected.contains(&(&*record.path, record.line)));
+    let document = |(record, example): (&Record, &Example)| Document {
+        line: record.line,
+        num_tokens: example.input_ids.len(),
+        ends: ends_trained(example, &ends),
+    };
+    kept.zip(&built.examples).map(document).collect()
+}
+
+/// Whether the last trained token, or one of the two before it (a template may write a line break after the end), is
+/// one that means the end.
+fn ends_trained(example: &Example, ends: &[i32]) -> bool {
+    let trained = example.labels.iter().rev().filter(|label| **label != IGNORE_INDEX);
+    trained.take(3).any(|label| ends.contains(label))
+}
+
+/// Tells when no answer ends with an end token that is trained: the model would not learn to stop.
+fn tell_end(documents: &[Document], notes: &mut Vec<(NoteLevel, String)>) {
+    if !documents.iter().any(|document| document.ends) {
         let text = "no answer ends with a token that means the end, so the model will not learn to stop; \
                     check the chat template";
         notes.push((NoteLevel::Warning, text.into()));

@@ -13,7 +13,7 @@ use sha2::{Digest as _, Sha256};
 
 use super::{Pinned, Status};
 use crate::base::error::Result;
-use crate::session::recent::write_atomically;
+use crate::base::files;
 
 /// Commands that may be Python, in the order in which they are tried.
 pub const PYTHONS: [&str; 3] = ["python3", "python", "py"];
@@ -314,7 +314,7 @@ fn marker_matches(path: &Path, pinned: &Pinned) -> bool {
 
 fn write_marker(path: &Path, pinned: &Pinned) -> Result<()> {
     let text = marker_text(path, pinned).with_context(|| format!("{} vanished", path.display()))?;
-    write_atomically(&marker_path(path), text.as_bytes())
+    files::write_atomic(&marker_path(path), |to| Ok(to.write_all(text.as_bytes())?))
 }
 
 #[cfg(test)]
