@@ -101,9 +101,9 @@ impl SequenceMetadata {
 
     /// Work lists of a window that was among `windows`.
     pub fn tiles(&self, window: Option<usize>) -> &TileList {
-        let found = self.tiles.iter().find(|(known, _)| *known == window);
-        // Windows come from the model's configuration on both sides, so one is always found; the first list exists because a model has a layer.
-        found.map_or(&self.tiles[0].1, |(_, tiles)| tiles)
+        let found = self.tiles.iter().position(|(known, _)| *known == window);
+        assert!(found.is_some(), "{window:?} is none of the windows the metadata was built for");
+        &self.tiles[found.unwrap_or_default()].1
     }
 
     /// Rotary table.

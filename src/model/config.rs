@@ -210,6 +210,13 @@ impl ModelConfig {
             self.num_attention_heads,
             self.num_key_value_heads
         );
+        ensure!(
+            self.sliding_window.len() == self.num_hidden_layers,
+            "there are {} windows for {} blocks",
+            self.sliding_window.len(),
+            self.num_hidden_layers
+        );
+        ensure!(!self.sliding_window.contains(&Some(0)), "sliding_window is 0; expected 1 or more, or none at all");
         let positive = |name: &str, value: f64| {
             ensure!(value.is_finite() && value > 0.0, "{name} is {value}; expected a number above 0");
             Ok(())

@@ -10,8 +10,9 @@ use crate::layers::linear::Lora;
 use crate::layers::parameter::Parameter;
 use crate::tensor::MemoryCategory;
 
-/// Random stream of adapter number 0; the others follow. Far above the streams of shuffling.
-const INIT_STREAM: u64 = 1 << 40;
+/// Random stream of adapter number 0; the others follow. Above the streams of shuffling (small numbers) and of dropout (the step in the upper
+/// bits): dropout would get here after 182 million steps.
+const INIT_STREAM: u64 = 0xADA9_7E20_0000_0000;
 
 /// Shape and placement of the adapters.
 #[derive(Debug, Clone, PartialEq)]

@@ -11,3 +11,6 @@ pub mod lora;
 pub mod policy;
 pub mod rotary;
 pub mod transformer;
+
+#[cfg(test)]
+pub(crate) mod testing;

@@ -144,10 +144,14 @@ impl Transformer {
     }
 
     fn forward_backward_here(&self, grads: &mut Grads, batch: &DeviceBatch, options: PassOptions<'_>) -> Option<f64> {
+        let stopped = || options.stop.load(Ordering::Relaxed);
+        if batch.rows.is_empty() {
+            // No supervised token: no loss and no gradient.
+            return (!stopped()).then_some(0.0);
+        }
         let ctx = self.context(options.dropout);
         let clock = self.device.clock();
         let metadata = self.metadata(batch);
-        let stopped = || options.stop.load(Ordering::Relaxed);
         let first = self.first_trained_block();
         let mut x = {
             let _phase = clock.enter(Phase::HeadLoss, Pass::Forward, None);
@@ -172,11 +176,10 @@ impl Transformer {
         };
         drop(x);
         let embedding_trains = self.params.is_trainable(self.embed_tokens.weight);
-        for block in self.blocks[first..].iter().rev() {
+        for (block, Kept { x, saved }) in self.blocks[first..].iter().zip(kept).rev() {
             if stopped() {
                 return None;
             }
-            let Kept { x, saved } = kept.pop()?;
             let saved = saved.unwrap_or_else(|| {
                 let _phase = clock.enter(Phase::Recompute, Pass::Backward, Some(block.index));
                 block.recompute(&ctx, batch, &metadata, &x)
@@ -235,7 +238,9 @@ impl Transformer {
             match rope.as_ref().filter(|table| table.num_positions() >= batch.num_positions) {
                 Some(table) => Arc::clone(table),
                 None => {
-                    let table = Arc::new(RopeTable::new(&self.device, &self.inv_freq, batch.num_positions));
+                    // Room to grow: documents that are longer bit by bit, as in generation, need few tables.
+                    let num_positions = batch.num_positions.next_power_of_two();
+                    let table = Arc::new(RopeTable::new(&self.device, &self.inv_freq, num_positions));
                     Arc::clone(rope.insert(table))
                 }
             }

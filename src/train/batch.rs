@@ -1,5 +1,7 @@
 //! From the loader's packed batch to the device.
 
+use anyhow::ensure;
+
 use crate::base::error::Result;
 use crate::data::pack::PackedBatch;
 use crate::model::batch::{BatchSlices, DeviceBatch};
@@ -16,5 +18,13 @@ pub fn upload(model: &Transformer, batch: &PackedBatch) -> Result<DeviceBatch> {
         position_ids: &batch.position_ids,
         cu_seqlens: &batch.cu_seqlens,
     };
-    DeviceBatch::new(model.device(), slices, model.config().vocab_size)
+    let uploaded = DeviceBatch::new(model.device(), slices, model.config().vocab_size)?;
+    // The loss is divided by the batch's own count: a wrong one would scale loss and gradient.
+    ensure!(
+        uploaded.targets.len() == batch.num_label_tokens,
+        "the batch says it has {} supervised tokens; it has {}",
+        batch.num_label_tokens,
+        uploaded.targets.len()
+    );
+    Ok(uploaded)
 }

@@ -17,7 +17,7 @@ use crate::layers::DropoutState;
 use crate::layers::parameter::Grads;
 use crate::model::lora::LoraSpec;
 use crate::model::transformer::{PassOptions, Transformer};
-use crate::ops::norm::clip_coefficient;
+use crate::ops::norm::{clip_coefficient, first_non_finite};
 use crate::tensor::phase::{Pass, Phase};
 
 /// How a trainer is set up.
@@ -135,7 +135,7 @@ impl Trainer {
         }
         let loss = loss_sum / num_label_tokens as f64;
         if !loss.is_finite() {
-            return Err(NonFinite { step: number, tensor: "the loss".into(), value: loss as f32 }.into());
+            return Err(self.why_not_finite(number, loss).into());
         }
         if stop.load(Ordering::Relaxed) {
             return Ok(None);
@@ -178,6 +178,15 @@ impl Trainer {
         }))
     }
 
+    /// Names what made the loss of step `step` NaN or infinite: a parameter that is not finite itself, else the loss.
+    fn why_not_finite(&self, step: u64, loss: f64) -> NonFinite {
+        let bad = self.model.params().iter().find_map(|(_, parameter)| {
+            Some((parameter.name.clone(), first_non_finite(self.model.device(), &parameter.value)?))
+        });
+        let (tensor, value) = bad.unwrap_or_else(|| ("the loss".into(), loss as f32));
+        NonFinite { step, tensor, value }
+    }
+
     /// Mean loss over held-out batches; `None` when `stop` was raised on the way.
     ///
     /// # Errors
@@ -208,3 +217,7 @@ fn num_supervised_documents(batch: &PackedBatch) -> u64 {
         |bounds: &&[i32]| batch.labels[bounds[0] as usize..bounds[1] as usize].iter().any(|&l| l != IGNORE_INDEX);
     batch.cu_seqlens.windows(2).filter(supervised).count() as u64
 }
+
+#[cfg(test)]
+#[path = "trainer_tests.rs"]
+mod tests;

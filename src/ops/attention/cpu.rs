@@ -1,5 +1,7 @@
 //! CPU form of packed attention: one task a tile, small matrix products inside, online softmax.
 
+use std::ops::Range;
+
 use rayon::prelude::*;
 
 use super::tiles::TILE_ROWS;
@@ -89,13 +91,13 @@ fn forward_tile(
         );
         gemm_serial(scale, q_tile, k_tile.t(), 0.0, MatMut::new(scores, rows, cols, cols));
         for (i, scores) in scores.chunks_exact_mut(cols).enumerate() {
-            mask(tiles, tile.start + i, k_start, scores);
-            let max = max(scores).max(row_max[i]);
-            if max == f32::NEG_INFINITY {
-                // This row sees none of these keys (a window passed them by): it adds nothing.
+            let seen = mask(tiles, tile.start + i, k_start, scores);
+            if seen.is_empty() {
+                // A window passed these keys by: they add nothing to this row.
                 scores.fill(0.0);
                 continue;
             }
+            let max = max(&scores[seen]).max(row_max[i]);
             let correction = exp(row_max[i] - max);
             let sum = exp_in_place(scores, max);
             row_max[i] = max;
@@ -114,12 +116,13 @@ fn forward_tile(
     }
 }
 
-/// Sets the scores that `query` must not see to −∞; `scores` belong to keys from `k_start` on.
-fn mask(tiles: &TileList, query: usize, k_start: usize, scores: &mut [f32]) {
+/// Sets the scores that `query` must not see to −∞, and returns which it sees; `scores` belong to keys from `k_start` on.
+fn mask(tiles: &TileList, query: usize, k_start: usize, scores: &mut [f32]) -> Range<usize> {
     let visible_end = (query + 1).saturating_sub(k_start).min(scores.len());
     let visible_start = (query + 1).saturating_sub(tiles.window).saturating_sub(k_start).min(visible_end);
     scores[visible_end..].fill(f32::NEG_INFINITY);
     scores[..visible_start].fill(f32::NEG_INFINITY);
+    visible_start..visible_end
 }
 
 pub(super) fn backward(

@@ -29,8 +29,9 @@ pub struct TileList {
 }
 
 impl TileList {
-    /// Builds the lists from `cu_seqlens` [num_seqs + 1]. `window` counts the query itself; `None` is full attention.
+    /// Builds the lists from `cu_seqlens` [num_seqs + 1]. `window` counts the query itself, so it is at least 1; `None` is full attention.
     pub fn new(cu_seqlens: &[i32], window: Option<usize>) -> Self {
+        assert_ne!(window, Some(0), "a window of 0 sees nothing, not even the query itself");
         let window = window.unwrap_or(usize::MAX);
         let (mut query_tiles, mut key_tiles) = (Vec::new(), Vec::new());
         for bounds in cu_seqlens.windows(2) {
