@@ -429,10 +429,9 @@ fn golden_bf16_is_as_near_to_f32_as_bf16_in_transformers() {
     }
 }
 
-/// The starter model, which `cargo xtask test` fetches.
+/// The starter model; fetched when it is not there.
 fn smollm2(device: &Device) -> Transformer {
-    let path = tandem::base::paths::models().unwrap().join("SmolLM2-135M-Instruct.Q4_1.gguf");
-    assert!(path.exists(), "{} is missing: `cargo xtask starter` fetches it", path.display());
+    let path = tandem::session::starter::fetch_blocking(&mut |_, _, _| {}, &NEVER).unwrap().unwrap();
     Transformer::load(&Checkpoint::open(&path).unwrap(), device, &mut |_, _| {}).unwrap()
 }
 

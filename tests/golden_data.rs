@@ -25,10 +25,11 @@ fn golden_file(name: &str) -> PathBuf {
     if path.exists() { path } else { Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name) }
 }
 
-/// SmolLM2's tokenizer, from the GGUF file that the set-up of the project fetches.
+/// SmolLM2's tokenizer, from the starter model; fetched when it is not there.
 fn smollm2() -> Tokenizer {
-    let path = tandem::base::paths::models().unwrap().join("SmolLM2-135M-Instruct.Q4_1.gguf");
-    Tokenizer::open(&path).unwrap_or_else(|e| panic!("`cargo xtask starter` fetches the starter model: {e:#}"))
+    let never = std::sync::atomic::AtomicBool::new(false);
+    let path = tandem::session::starter::fetch_blocking(&mut |_, _, _| {}, &never).unwrap().unwrap();
+    Tokenizer::open(&path).unwrap()
 }
 
 fn texts_and_reference() -> (Vec<String>, SafetensorsFile) {
