@@ -200,6 +200,39 @@ fn numbers_that_are_not_finite_end_the_run_and_keep_what_was_trained() {
     adapter::load(&view.saved[0].path).unwrap();
 }
 
+#[test]
+fn the_preview_marks_what_is_trained() {
+    let place = Place::new();
+    for args in [&["run.toml"][..], &["data set.jsonl", "--model", "tiny módel", "--pack-len", "128"]] {
+        let output = place.tandem(&[&["data", "preview", "--packs", "99"], args].concat());
+        let shown = text(&output.stdout);
+        assert!(output.status.success() && shown.contains("⟦no, never<|im_end|>⟧"), "{shown}{}", text(&output.stderr));
+        assert!(!shown.contains("⟦question"), "{shown}");
+    }
+    let message = place.error(&["data", "preview", "data set.jsonl"]);
+    assert!(message.contains("give the model it is for"), "{message}");
+}
+
+#[test]
+fn the_dump_holds_the_batches_of_the_run_in_its_order() {
+    let place = Place::new();
+    let dump = place.tandem(&["data", "dump", "run.toml", "--grad-accum-steps", "2"]);
+    let rows: Vec<Value> = text(&dump.stdout).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let tokens_of = |step: u64| -> u64 {
+        let of_step = rows.iter().filter(|row| row["step"] == step);
+        of_step.map(|row| row["input_ids"].as_array().unwrap().len() as u64).sum()
+    };
+    let events = place.train(&["--grad-accum-steps", "2"]);
+    let view = view(&events);
+    assert_eq!(view.steps.len(), 12);
+    for step in &view.steps {
+        assert_eq!(step.report.total_tokens, tokens_of(step.report.step));
+    }
+    let held_out = rows.iter().filter(|row| row["step"].is_null());
+    let labels = held_out.flat_map(|row| row["labels"].as_array().unwrap()).filter(|label| **label != -100).count();
+    assert_eq!(labels as u64, view.evals[0].num_label_tokens);
+}
+
 /// Starts an endless run, waits for its fourth step, sends it `signal`, and gives status, last lines and folder.
 fn interrupted(place: &Place, signal: &str) -> (std::process::ExitStatus, String, PathBuf) {
     let mut child = place

@@ -13,7 +13,7 @@ use tandem::base::units;
 use tandem::session::preview::{self, PackView, Preview};
 
 use super::fields::FieldArgs;
-use super::signals;
+use super::{say, signals};
 
 /// Commands of `tandem data`.
 #[derive(Subcommand)]
@@ -45,7 +45,7 @@ pub struct DumpArgs {
 }
 
 /// Runs one of them.
-pub fn run(command: &DataCommand) -> Result<()> {
+pub fn run(command: DataCommand) -> Result<()> {
     let stop = signals::stop_flag()?;
     match command {
         DataCommand::Preview(args) => show(args, &stop),
@@ -53,12 +53,16 @@ pub fn run(command: &DataCommand) -> Result<()> {
     }
 }
 
-fn show(args: &PreviewArgs, stop: &AtomicBool) -> Result<()> {
+fn show(mut args: PreviewArgs, stop: &AtomicBool) -> Result<()> {
+    args.fields.accept_dataset()?;
     let config = args.fields.run_config()?;
     let bar = Bar::new();
     let preview = preview::preview(&config, &|stage, done, total| bar.report(stage, done, total), stop)?;
     drop(bar);
-    let Some(preview) = preview else { bail!("stopped") };
+    let Some(preview) = preview else {
+        say("stopped");
+        return Ok(());
+    };
     let color = std::io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
     let mut text = summary(&preview);
     for index in 0..args.packs.min(preview.num_packs()) {
@@ -153,7 +157,8 @@ fn pack_text(index: usize, packs: usize, pack: &PackView, color: bool) -> String
     text
 }
 
-fn dump(args: &DumpArgs, stop: &AtomicBool) -> Result<()> {
+fn dump(mut args: DumpArgs, stop: &AtomicBool) -> Result<()> {
+    args.fields.accept_dataset()?;
     let config = args.fields.run_config()?;
     let bar = Bar::new();
     let report = |stage: &str, done: u64, total: u64| bar.report(stage, done, total);

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use anyhow::bail;
+use anyhow::{anyhow, bail};
 use clap::Args;
 use tandem::base::error::Result;
 use tandem::session::config::{Override, RunConfig};
@@ -73,6 +73,27 @@ pub struct FieldArgs {
 }
 
 impl FieldArgs {
+    /// Takes a first argument that is a dataset and no configuration for `--data`.
+    ///
+    /// # Errors
+    /// When `--data` is given too, or there is no `--model`, whose tokenizer is needed.
+    pub fn accept_dataset(&mut self) -> Result<()> {
+        let is_dataset = |path: &PathBuf| path.extension().is_none_or(|e| e != "toml");
+        let Some(path) = self.config.take_if(|path| is_dataset(path)) else { return Ok(()) };
+        if self.data.is_some() {
+            bail!("{} is a dataset, and --data names another one: give one of them", path.display());
+        }
+        if self.model.is_none() {
+            bail!("{} is a dataset: give the model it is for, as --model FOLDER or --model starter", path.display());
+        }
+        self.data = Some(
+            path.into_os_string()
+                .into_string()
+                .map_err(|path| anyhow!("{} is not valid Unicode; rename the file", PathBuf::from(path).display()))?,
+        );
+        Ok(())
+    }
+
     /// The configuration: the file, then `--set`, then the flags of single fields.
     pub fn run_config(&self) -> Result<RunConfig> {
         let mut overrides = Vec::new();

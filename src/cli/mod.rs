@@ -50,7 +50,7 @@ pub fn main() -> ExitCode {
     let result = match cli.command {
         None => tandem::gui::app::run(),
         Some(Command::Train(args)) => train::run(&args),
-        Some(Command::Data(command)) => data::run(&command),
+        Some(Command::Data(command)) => data::run(*command),
         Some(Command::Runs(args)) => runs::run(&args),
         Some(Command::Starter(command)) => starter::run(&command),
     };
