@@ -63,10 +63,13 @@ impl ChatTemplate {
         syntax.trim_blocks(true).lstrip_blocks(true);
         environment.set_syntax(syntax.build().context("template syntax")?);
         environment.set_auto_escape_callback(|_| AutoEscape::None);
+        minijinja_contrib::add_to_environment(&mut environment);
         environment.set_unknown_method_callback(python::method);
         environment.set_formatter(|out, _, value| python::write_str(out, value));
         environment.add_filter("tojson", python::to_json);
         environment.add_filter("string", python::to_str);
+        environment.add_filter("trim", python::trim);
+        python::add_tests(&mut environment);
         environment.add_function("raise_exception", |message: String| -> Result<Value, minijinja::Error> {
             Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
         });
@@ -215,8 +218,26 @@ mod tests {
             "bxb"
         );
         assert_eq!(
+            render("{{ 'a,b,c'.rsplit(',', 1) }}{{ 'a=b=c'.partition('=')[2] }}{{ 'ab'.rpartition('=') }}"),
+            "['a,b', 'c']b=c['', '', 'ab']"
+        );
+        assert_eq!(
             render("{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}{{ {'a': 1}.get('b', 7) }}"),
             "a17"
+        );
+    }
+
+    #[test]
+    fn tests_answer_as_in_jinja2() {
+        assert_eq!(
+            render(
+                "{{ none is iterable }} {{ 'a' is iterable }} {{ 'a' is sequence }} {{ {} is sequence }} {{ none is sequence }} {{ true is number }}"
+            ),
+            "False True True True False True"
+        );
+        assert_eq!(
+            render("{{ (1,) }} {{ 1e20 | trim }} {{ 'xax' | trim('x') }} {{ {none: 1, true: 2} | tojson }}"),
+            "(1,) 1e+20 a {\"null\": 1, \"true\": 2}"
         );
     }
 

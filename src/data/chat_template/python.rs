@@ -6,8 +6,9 @@ use jiff::civil::DateTime;
 use minijinja::value::{Kwargs, Rest, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, State, Value};
 
-/// Methods of Python's strings and dicts.
+/// Methods of Python's strings and dicts: those of minijinja-contrib, and some that templates use besides.
 pub fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
+    let texts = |parts: &[&str]| parts.iter().map(|part| Value::from(*part)).collect::<Vec<Value>>();
     match (value.as_str(), name) {
         (Some(text), "removeprefix") => {
             let (prefix,): (&str,) = from_args(args)?;
@@ -17,8 +18,40 @@ pub fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> R
             let (suffix,): (&str,) = from_args(args)?;
             Ok(Value::from(text.strip_suffix(suffix).unwrap_or(text)))
         }
+        (Some(text), "rsplit")
+            if args.first().is_some_and(|separator| separator.as_str().is_some_and(|s| !s.is_empty())) =>
+        {
+            let (separator, most): (&str, Option<usize>) = from_args(args)?;
+            let mut parts: Vec<&str> = match most {
+                Some(most) => text.rsplitn(most + 1, separator).collect(),
+                None => text.rsplit(separator).collect(),
+            };
+            parts.reverse();
+            Ok(Value::from(texts(&parts)))
+        }
+        (Some(text), "partition") => {
+            let (separator,): (&str,) = from_args(args)?;
+            let (before, after) = text.split_once(separator).unwrap_or((text, ""));
+            let found = if before.len() == text.len() { "" } else { separator };
+            Ok(Value::from(texts(&[before, found, after])))
+        }
+        (Some(text), "rpartition") => {
+            let (separator,): (&str,) = from_args(args)?;
+            let (before, after) = text.rsplit_once(separator).unwrap_or(("", text));
+            let found = if after.len() == text.len() { "" } else { separator };
+            Ok(Value::from(texts(&[before, found, after])))
+        }
         _ => minijinja_contrib::pycompat::unknown_method_callback(state, value, name, args),
     }
+}
+
+/// The tests that answer otherwise in Jinja2: `none` is not iterable, text and dicts are sequences, a boolean is a number.
+pub fn add_tests(environment: &mut minijinja::Environment<'_>) {
+    environment.add_test("iterable", |v: &Value| !v.is_none() && v.try_iter().is_ok());
+    environment.add_test("sequence", |v: &Value| {
+        matches!(v.kind(), ValueKind::String | ValueKind::Seq | ValueKind::Map | ValueKind::Undefined)
+    });
+    environment.add_test("number", |v: &Value| matches!(v.kind(), ValueKind::Number | ValueKind::Bool));
 }
 
 /// Writes a value as `{{ value }}` prints it in Python.
@@ -47,6 +80,15 @@ pub fn to_str(value: &Value) -> Result<String, Error> {
     Ok(out)
 }
 
+/// The filter `trim`: `str(value).strip(chars)`.
+pub fn trim(value: &Value, chars: Option<&str>) -> Result<String, Error> {
+    let text = to_str(value)?;
+    Ok(match chars {
+        Some(chars) => text.trim_matches(|c| chars.contains(c)).to_owned(),
+        None => text.trim().to_owned(),
+    })
+}
+
 /// `repr(value)` for what JSON can hold.
 fn repr(out: &mut String, value: &Value) -> Result<(), Error> {
     match value.kind() {
@@ -61,6 +103,7 @@ fn repr(out: &mut String, value: &Value) -> Result<(), Error> {
                 out.push_str(if i > 0 { ", " } else { "" });
                 repr(out, &item)?;
             }
+            out.push_str(if value.is_tuple() && value.len() == Some(1) { "," } else { "" });
             out.push(close);
         }
         ValueKind::Map => {
@@ -191,7 +234,11 @@ impl JsonWriter {
                     keys.sort();
                 }
                 self.container('{', '}', &keys, depth, |json, key| {
-                    json.string(&to_str(key)?);
+                    match key.kind() {
+                        ValueKind::None => json.string("null"),
+                        ValueKind::Bool => json.string(if key.is_true() { "true" } else { "false" }),
+                        _ => json.string(&to_str(key)?),
+                    }
                     json.out.push_str(&json.key.clone());
                     json.write(&value.get_item(key)?, depth + 1)
                 })?;
