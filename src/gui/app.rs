@@ -14,6 +14,7 @@ use super::probe::Probe;
 use super::toasts::Toasts;
 use super::views::live::LiveView;
 use super::views::runs::RunsView;
+use super::views::setup::SetupView;
 use super::views::welcome::WelcomeView;
 use super::views::{Request, Screen, ViewContext, waker};
 use super::{fonts, theme};
@@ -78,6 +79,7 @@ pub struct TandemApp {
     pub(super) probe: Probe,
     welcome: WelcomeView,
     runs: RunsView,
+    setup: SetupView,
     live: LiveView,
     opening: Option<Task<(PathBuf, RunView)>>,
     picking: Option<Task<PathBuf>>,
@@ -101,6 +103,7 @@ impl TandemApp {
             probe,
             welcome: WelcomeView::new(&waker),
             runs: RunsView::default(),
+            setup: SetupView::default(),
             live: LiveView::default(),
             opening: None,
             picking: None,
@@ -225,7 +228,7 @@ impl TandemApp {
         };
         match self.screen {
             Screen::Home => self.welcome.ui(ui, &mut context),
-            Screen::SetUp => {}
+            Screen::SetUp => self.setup.ui(ui, &mut context),
             Screen::Live => self.live.ui(ui, self.opened.as_ref().or(self.active.as_ref()), &mut context),
             Screen::Runs => self.runs.ui(ui, &mut context),
         }
@@ -353,7 +356,9 @@ impl TandemApp {
 
     fn set_up(&mut self, path: PathBuf) {
         self.screen = Screen::SetUp;
-        let _ = path;
+        if let Err(error) = self.setup.take(&path) {
+            self.toasts.complain(format!("{error:#}"));
+        }
     }
 
     /// Ends the program once the run has saved what it trained.

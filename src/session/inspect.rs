@@ -10,7 +10,9 @@ pub use self::discover::{FoundModel, Places, Refusal, discover};
 use super::starter;
 use crate::base::error::Result;
 use crate::data::tokenizer::Tokenizer;
+use crate::model::config::ModelConfig;
 use crate::model::loading::Checkpoint;
+use crate::train::config::{MethodConfig, MethodKind};
 
 /// A model as shown before training.
 #[derive(Debug, Clone, PartialEq)]
@@ -41,6 +43,8 @@ pub struct ModelInfo {
     pub bytes: u64,
     /// Whether the output projection is the embedding.
     pub tied: bool,
+    /// Projections of a block with their outputs and inputs: `("q_proj", 576, 576)`.
+    pub projections: Vec<(&'static str, usize, usize)>,
     /// Whether the model brings a chat template.
     pub has_chat_template: bool,
     /// The token that ends an answer, as text.
@@ -49,6 +53,24 @@ pub struct ModelInfo {
     pub pad_differs: bool,
     /// What the user should know before training.
     pub warnings: Vec<String>,
+}
+
+impl ModelInfo {
+    /// Weights that a method trains.
+    pub fn num_trainable(&self, method: &MethodConfig) -> u64 {
+        if method.kind == MethodKind::Full {
+            return self.num_parameters;
+        }
+        let targets = &method.target_modules;
+        let all = targets.iter().any(|target| target == "all-linear");
+        let chosen = self.projections.iter().filter(|(name, ..)| all || targets.iter().any(|target| target == name));
+        let per_block: u64 = chosen.map(|(_, outputs, inputs)| (method.r * (outputs + inputs)) as u64).sum();
+        let blocks = match method.layers_to_transform.len() {
+            0 => self.num_hidden_layers,
+            chosen => chosen,
+        };
+        per_block * blocks as u64
+    }
 }
 
 /// Looks at a model (`starter` stands for the starter model).
@@ -90,12 +112,26 @@ pub fn inspect(path: &Path) -> Result<ModelInfo> {
         dtype: checkpoint.dtype_summary(),
         bytes: checkpoint.bytes_on_disk(),
         tied: config.tie_word_embeddings,
+        projections: projections(config),
         has_chat_template,
         end_token: eos.first().and_then(|id| tokenizer.token(*id)),
         pad_differs,
         warnings,
         path,
     })
+}
+
+fn projections(config: &ModelConfig) -> Vec<(&'static str, usize, usize)> {
+    let (hidden, mlp, q, kv) = (config.hidden_size, config.intermediate_size, config.q_size(), config.kv_size());
+    vec![
+        ("q_proj", q, hidden),
+        ("k_proj", kv, hidden),
+        ("v_proj", kv, hidden),
+        ("o_proj", hidden, q),
+        ("gate_proj", mlp, hidden),
+        ("up_proj", mlp, hidden),
+        ("down_proj", hidden, mlp),
+    ]
 }
 
 /// Name of a model for people: the file without `.gguf`, the folder, or the repository for a Hugging Face snapshot.

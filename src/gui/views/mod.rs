@@ -2,6 +2,7 @@
 
 pub mod live;
 pub mod runs;
+pub mod setup;
 pub mod welcome;
 
 use std::path::PathBuf;
