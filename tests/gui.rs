@@ -4,6 +4,9 @@
 
 #[path = "gui/fixture.rs"]
 mod fixture;
+#[path = "gui/setup.rs"]
+mod setup;
+mod support;
 
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;

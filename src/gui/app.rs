@@ -1,6 +1,6 @@
 //! The window: what it holds, what happens before a frame (`logic`), and which view draws the frame (`draw`).
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, anyhow};
@@ -184,7 +184,7 @@ impl TandemApp {
         }
         if let Some(result) = take_ready(&mut self.picking) {
             match result {
-                Ok(path) => self.set_up(path),
+                Ok(path) => self.set_up(&path),
                 Err(error) => self.toasts.complain(format!("{error:#}")),
             }
         }
@@ -239,7 +239,7 @@ impl TandemApp {
             Request::Do(action) => self.perform(action, ctx),
             Request::StartRun(config) => self.start(*config, ctx),
             Request::OpenRun(folder) => self.open_run(folder, ctx),
-            Request::SetUp(path) => self.set_up(path),
+            Request::SetUp(path) => self.set_up(&path),
             Request::StopRun => {
                 if let Some(run) = &self.active {
                     run.send(Command::Stop);
@@ -354,11 +354,17 @@ impl TandemApp {
         }));
     }
 
-    fn set_up(&mut self, path: PathBuf) {
+    /// Shows Set up with a model, a dataset or a `run.toml` that was dropped or picked.
+    pub fn set_up(&mut self, path: &Path) {
         self.screen = Screen::SetUp;
-        if let Err(error) = self.setup.take(&path) {
+        if let Err(error) = self.setup.take(path) {
             self.toasts.complain(format!("{error:#}"));
         }
+    }
+
+    /// The configuration that Set up would start, and whether all its fields are right.
+    pub fn setup_config(&self) -> (RunConfig, bool) {
+        self.setup.config()
     }
 
     /// Ends the program once the run has saved what it trained.

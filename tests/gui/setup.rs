@@ -1,0 +1,174 @@
+//! The Set up screen: paths typed and dropped, a bad dataset, a mapping, wrong fields, and the run that Start makes.
+
+use std::path::Path;
+
+use egui::accesskit::Role;
+use egui_kittest::kittest::{NodeT as _, Queryable as _};
+use tandem::gui::views::Screen;
+use tandem::session::config::RunConfig;
+use tandem::session::{LayoutChoice, Overlong, ScheduleKind};
+
+use super::{App, app, build, builder, click, support, wait_for};
+
+const START: &str = "Start training";
+
+fn setup_screen() -> App {
+    let mut harness = build(builder());
+    click(&mut harness, Role::Tab, "Set up");
+    assert_eq!(app(&mut harness).screen(), Screen::SetUp);
+    harness
+}
+
+/// Replaces the content of a text field.
+fn fill(harness: &mut App, field: &str, text: &str) {
+    let node = || Role::TextInput;
+    harness.get_by_role_and_label(node(), field).focus();
+    harness.run_steps(2);
+    harness.key_press_modifiers(egui::Modifiers::COMMAND, egui::Key::A);
+    harness.run_steps(2);
+    harness.get_by_role_and_label(node(), field).type_text(text);
+    harness.run_steps(2);
+}
+
+fn type_paths(harness: &mut App, model: &Path, data: &Path) {
+    fill(harness, "Model path", model.to_str().unwrap());
+    fill(harness, "Dataset path", data.to_str().unwrap());
+}
+
+fn can_start(harness: &App) -> bool {
+    !harness.get_by_role_and_label(Role::Button, START).accesskit_node().is_disabled()
+}
+
+#[test]
+fn a_typed_dataset_is_looked_at_and_shown_as_the_model_sees_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = folder.path().join("daten größe.jsonl");
+    let row = |q: &str, a: &str| serde_json::json!({"prompt": q, "completion": a}).to_string() + "\n";
+    std::fs::write(&data, row("first", "eins 1") + "broken\n" + &row("second", "zwei 2")).unwrap();
+    let mut harness = setup_screen();
+    harness.get_by_label("choose a model");
+    assert!(!can_start(&harness));
+    type_paths(&mut harness, &support::tiny_model(folder.path()), &data);
+    fill(&mut harness, "Held out", "0");
+    wait_for(&mut harness, "the preview", can_start);
+
+    harness.get_by_label("Records 3");
+    harness.get_by_label("Kept 2");
+    harness.get_by_label("Dropped 1");
+    harness.get_by_label("not valid JSON: 1");
+    harness.get_by_label("pack 1 of 1");
+    harness.get_by_label_contains("record 2 of 2 in this pack, positions restart at 0");
+    harness.get_by_label("eins 1<|im_end|>↵");
+    harness.get_by_label("every record ends with the end token");
+    harness.get_by_label_contains("LlamaForCausalLM: 2 layers, hidden 32, 4 heads, 2 KV heads");
+
+    click(&mut harness, Role::Link, "show: not valid JSON");
+    harness.get_by_label_contains("line 2: not valid JSON");
+    click(&mut harness, Role::RadioButton, "ids");
+    // `<|im_start|>` is token 257.
+    assert!(harness.query_all_by_label_contains("257 ").next().is_some());
+}
+
+#[test]
+fn a_dataset_of_unknown_columns_is_mapped_and_trained() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = folder.path().join("words.jsonl");
+    let row =
+        |i: usize| serde_json::json!({"word": format!("w{i}"), "meaning": format!("means {i}")}).to_string() + "\n";
+    std::fs::write(&data, (0..40).map(row).collect::<String>()).unwrap();
+    let model = support::tiny_model(folder.path());
+    let mut harness = setup_screen();
+    type_paths(&mut harness, &model, &data);
+    wait_for(&mut harness, "the error", |h| h.query_by_label_contains("columns found: `word`, `meaning`").is_some());
+    assert!(!can_start(&harness));
+    harness.get_by_label("the dataset cannot be used; its tile says why");
+
+    click(&mut harness, Role::Button, "Map the columns");
+    wait_for(&mut harness, "the preview", can_start);
+    assert!(harness.query_all_by_label_contains("means ").any(|row| row.value().unwrap().ends_with("<|im_end|>↵")));
+    fill(&mut harness, "Name", "wörter r4");
+    fill(&mut harness, "Rank", "4");
+    fill(&mut harness, "Learning rate", "1e-3");
+    fill(&mut harness, "Tokens per pack", "256");
+    click(&mut harness, Role::CheckBox, "k");
+    click(&mut harness, Role::RadioButton, "steps");
+    fill(&mut harness, "Steps", "3");
+    wait_for(&mut harness, "the preview", can_start);
+    harness.get_by_label("Steps 3");
+    click(&mut harness, Role::Button, START);
+    assert_eq!(app(&mut harness).screen(), Screen::Live);
+
+    let run = harness.state().as_ref().unwrap().shown_run().unwrap().folder().to_path_buf();
+    let config = RunConfig::load(&run.join("run.toml")).unwrap();
+    let mut expected = RunConfig { name: "wörter r4".into(), ..RunConfig::default() };
+    (expected.model.path, expected.data.path) = (model, data);
+    expected.data.layout = LayoutChoice::Mapping;
+    (expected.data.prompt, expected.data.completion) = (Some("{word}".into()), Some("{meaning}".into()));
+    expected.packing.pack_len = 256;
+    expected.method.r = 4;
+    expected.method.target_modules =
+        ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"].map(String::from).to_vec();
+    expected.optimizer.lr = 1e-3;
+    expected.train.max_steps = 3;
+    assert_eq!(config, expected);
+    wait_for(&mut harness, "the end of the run", |h| h.query_by_role_and_label(Role::Label, "Completed").is_some());
+}
+
+#[test]
+fn wrong_fields_say_why_and_start_is_off() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut harness = setup_screen();
+    type_paths(&mut harness, &support::tiny_model(folder.path()), &support::dataset(folder.path(), 8));
+    wait_for(&mut harness, "the preview", can_start);
+    fill(&mut harness, "Rank", "0");
+    harness.get_by_label("it must be at least 1; 8, 16 or 32 are usual");
+    harness.get_by_label("r: it must be at least 1; 8, 16 or 32 are usual");
+    assert!(!can_start(&harness));
+    fill(&mut harness, "Rank", "8");
+    assert!(can_start(&harness));
+    fill(&mut harness, "Held out", "many");
+    harness.get_by_label("not a number, such as 0.05 or 2e-4");
+    fill(&mut harness, "Held out", "0");
+    // Nothing is held out now: another preview, another sentence.
+    wait_for(&mut harness, "the preview", |h| h.query_by_label_contains("Nothing is held out").is_some());
+}
+
+#[test]
+fn a_missing_model_is_an_error_in_its_tile() {
+    let mut harness = setup_screen();
+    fill(&mut harness, "Model path", "/no/such/model.gguf");
+    wait_for(&mut harness, "the error", |h| h.query_by_label_contains("/no/such/model.gguf").is_some());
+    assert!(!can_start(&harness));
+}
+
+#[test]
+fn a_run_toml_fills_the_screen() {
+    let folder = tempfile::tempdir().unwrap();
+    support::tiny_model(folder.path());
+    support::dataset(folder.path(), 12);
+    let run = folder.path().join("run.toml");
+    std::fs::write(
+        &run,
+        "name = \"from file\"\nseed = 5\n[model]\npath = \"tiny módel\"\n[data]\npath = \"data set.jsonl\"\n\
+         [packing]\npack_len = 512\noverlong = \"split\"\n[optimizer]\nschedule = \"linear\"\nwarmup_steps = 1\n\
+         [train]\nmax_steps = 2\n",
+    )
+    .unwrap();
+    let mut harness = setup_screen();
+    app(&mut harness).set_up(&run);
+    harness.run_steps(3);
+    wait_for(&mut harness, "the preview", can_start);
+    let name = harness.get_by_role_and_label(Role::TextInput, "Name");
+    assert_eq!(name.accesskit_node().value().as_deref(), Some("from file"));
+    let (config, fine) = app(&mut harness).setup_config();
+    assert!(fine);
+    assert_eq!((config.seed, config.packing.pack_len, config.packing.overlong), (5, 512, Overlong::Split));
+    assert_eq!((config.optimizer.schedule, config.optimizer.warmup_steps), (ScheduleKind::Linear, 1));
+    assert!(config.model.path.is_absolute());
+
+    std::fs::write(&run, "[method]\nrank = 3\n").unwrap();
+    app(&mut harness).set_up(&run);
+    harness.run_steps(3);
+    assert_eq!(app(&mut harness).setup_config().0.seed, 5, "a broken file changes nothing");
+    assert!(harness.query_by_label_contains("rank").is_some(), "and is told");
+}
