@@ -3,6 +3,7 @@
 mod folder;
 mod gguf;
 mod pre_tokenizer;
+mod sentencepiece;
 
 use std::ops::Range;
 use std::path::Path;

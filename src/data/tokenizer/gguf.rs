@@ -1,4 +1,4 @@
-//! The tokenizer inside a GGUF file: byte-level BPE rebuilt from its tokens, merges, token types and pre-tokenizer.
+//! The tokenizer inside a GGUF file, rebuilt: byte-level BPE from tokens, merges and pre-tokenizer, SentencePiece from scores.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use tokenizers::AddedToken;
 use tokenizers::models::bpe::{BPE, Merges, Vocab};
 
 use super::pre_tokenizer::{self, PreTokenizer};
-use super::{Roles, Tokenizer};
+use super::{Roles, Tokenizer, sentencepiece};
 use crate::base::error::Result;
 use crate::formats::gguf::GgufFile;
 
@@ -26,21 +26,27 @@ pub fn open(path: &Path) -> Result<Tokenizer> {
 }
 
 fn build(file: &GgufFile) -> Result<Tokenizer> {
-    match file.string("tokenizer.ggml.model")?.context("the file holds none (no tokenizer.ggml.model)")? {
-        "gpt2" => {}
-        "llama" => {
-            bail!("it is a SentencePiece tokenizer, which is not supported; use the model's Hugging Face folder")
-        }
-        other => bail!("it is of the kind {other:?}, which is not supported; use the model's Hugging Face folder"),
-    }
+    let model = file.string("tokenizer.ggml.model")?.context("the file holds none (no tokenizer.ggml.model)")?;
     let tokens = file.strings("tokenizer.ggml.tokens")?.context("tokenizer.ggml.tokens is missing")?;
-    let merges = file.strings("tokenizer.ggml.merges")?.context("tokenizer.ggml.merges is missing")?;
     let types = file.i32s("tokenizer.ggml.token_type")?.unwrap_or_default();
     ensure!(types.is_empty() || types.len() == tokens.len(), "{} token types for {} tokens", types.len(), tokens.len());
-    let pre = pre_tokenizer::by_name(file.string("tokenizer.ggml.pre")?)?;
-    let inner = bpe(&tokens, &merges, &types, &pre)?;
-
     let id = |name: &str| -> Result<Option<u32>> { file.u32(&format!("tokenizer.ggml.{name}_token_id")) };
+    let (mut inner, adds_bos) = match model {
+        "gpt2" => {
+            let merges = file.strings("tokenizer.ggml.merges")?.context("tokenizer.ggml.merges is missing")?;
+            let pre = pre_tokenizer::by_name(file.string("tokenizer.ggml.pre")?)?;
+            (bpe(&tokens, &merges, &pre)?, pre.add_bos)
+        }
+        "llama" => {
+            let scores = file.f32s("tokenizer.ggml.scores")?.context("tokenizer.ggml.scores is missing")?;
+            let unknown = tokens.get(id("unknown")?.unwrap_or(0) as usize).context("the unknown token is missing")?;
+            let prefix = file.bool("tokenizer.ggml.add_space_prefix")?.unwrap_or(true);
+            (sentencepiece::build(&tokens, &scores, &types, unknown, prefix)?, true)
+        }
+        other => bail!("it is of the kind {other:?}, which is not supported; use the model's Hugging Face folder"),
+    };
+    add_tokens(&mut inner, &tokens, &types)?;
+
     let bos = id("bos")?;
     let eos = id("eos")?;
     let mut ends: Vec<u32> = Vec::new();
@@ -51,7 +57,7 @@ fn build(file: &GgufFile) -> Result<Tokenizer> {
             ends.push(id);
         }
     }
-    let add_bos = file.bool("tokenizer.ggml.add_bos_token")?.unwrap_or(pre.add_bos);
+    let add_bos = file.bool("tokenizer.ggml.add_bos_token")?.unwrap_or(adds_bos);
     let add_eos = file.bool("tokenizer.ggml.add_eos_token")?.unwrap_or(false);
     let affixes = (bos.filter(|_| add_bos), eos.filter(|_| add_eos));
     let roles = Roles { bos, eos: ends, pad: id("padding")?, unk: id("unknown")? };
@@ -59,7 +65,8 @@ fn build(file: &GgufFile) -> Result<Tokenizer> {
     Tokenizer::new(inner, roles, affixes, chat_template)
 }
 
-fn bpe(tokens: &[&str], merges: &[&str], types: &[i32], pre: &PreTokenizer) -> Result<tokenizers::Tokenizer> {
+/// Byte-level BPE, without its special tokens.
+fn bpe(tokens: &[&str], merges: &[&str], pre: &PreTokenizer) -> Result<tokenizers::Tokenizer> {
     let mut vocab = Vocab::default();
     for (id, token) in tokens.iter().enumerate() {
         // A token that occurs twice keeps its first id; the second can never be produced.
@@ -88,10 +95,16 @@ fn bpe(tokens: &[&str], merges: &[&str], types: &[i32], pre: &PreTokenizer) -> R
     inner.with_normalizer(pre.normalizer()).map_err(failed)?;
     inner.with_pre_tokenizer(Some(pre.build()?));
     inner.with_decoder(Some(pre_tokenizer::bytes()));
+    Ok(inner)
+}
+
+/// Makes control tokens and those the model's maker added be found in text.
+fn add_tokens(inner: &mut tokenizers::Tokenizer, tokens: &[&str], types: &[i32]) -> Result<()> {
+    let failed = |e: tokenizers::Error| anyhow!("its special tokens do not fit: {e}");
     let added = tokens.iter().zip(types).filter(|(_, kind)| matches!(**kind, CONTROL | USER_DEFINED));
     let (special, plain): (Vec<_>, Vec<_>) = added.partition(|(_, kind)| **kind == CONTROL);
     let token = |(token, kind): (&&str, &i32)| AddedToken::from(*token, *kind == CONTROL).normalized(false);
     inner.add_special_tokens(special.into_iter().map(token)).map_err(failed)?;
     inner.add_tokens(plain.into_iter().map(token)).map_err(failed)?;
-    Ok(inner)
+    Ok(())
 }

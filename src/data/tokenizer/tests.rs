@@ -107,7 +107,9 @@ fn broken_gguf_tokenizers_are_named() {
     let error = |writer: &GgufBuilder| format!("{:#}", open_gguf(writer).unwrap_err());
     let base = || GgufBuilder::new().string("tokenizer.ggml.model", "gpt2").string("tokenizer.ggml.pre", "gpt-2");
     assert!(error(&GgufBuilder::new()).contains("no tokenizer.ggml.model"));
-    assert!(error(&GgufBuilder::new().string("tokenizer.ggml.model", "llama")).contains("SentencePiece"));
+    assert!(error(&GgufBuilder::new().string("tokenizer.ggml.model", "t5")).contains("tokenizer.ggml.tokens"));
+    let other = GgufBuilder::new().string("tokenizer.ggml.model", "t5").strings("tokenizer.ggml.tokens", &["a"]);
+    assert!(error(&other).contains("\"t5\", which is not supported"));
     assert!(error(&base()).contains("tokenizer.ggml.tokens is missing"));
     let with = base().strings("tokenizer.ggml.tokens", &["a", "b"]);
     assert!(error(&with.clone().strings("tokenizer.ggml.merges", &["a b"])).contains("needs the token \"ab\""));
@@ -202,4 +204,55 @@ fn blanks_keep_their_place_in_the_text() {
         let tokenizer = Tokenizer::open(folder.path()).unwrap();
         assert_eq!(tokenizer.encode_with_offsets("a b", false).unwrap().offsets, [0..1, 1..2, 2..3]);
     }
+}
+
+/// `<unk>`, start, end, the 256 bytes, then pieces.
+fn sentencepiece() -> GgufBuilder {
+    let pieces: [(&str, f32); 12] = [
+        ("▁", -9.0),
+        ("a", -10.0),
+        ("b", -11.0),
+        ("c", -12.0),
+        ("▁a", -3.0),
+        ("ab", -1.0),
+        ("bc", -2.0),
+        ("▁ab", -4.0),
+        ("abc", -5.0),
+        ("▁▁", -6.0),
+        ("é", -13.0),
+        ("\n", -14.0),
+    ];
+    let mut tokens: Vec<String> = ["<unk>", "<s>", "</s>"].map(String::from).to_vec();
+    tokens.extend((0..256).map(|b| format!("<0x{b:02X}>")));
+    tokens.extend(pieces.map(|(piece, _)| piece.to_owned()));
+    let mut scores = vec![0.0; 259];
+    scores.extend(pieces.map(|(_, score)| score));
+    let mut kinds = vec![2, 3, 3];
+    kinds.extend([6; 256]);
+    kinds.extend([1; 12]);
+    GgufBuilder::new()
+        .string("tokenizer.ggml.model", "llama")
+        .strings("tokenizer.ggml.tokens", &tokens)
+        .f32s("tokenizer.ggml.scores", &scores)
+        .i32s("tokenizer.ggml.token_type", &kinds)
+        .u32("tokenizer.ggml.bos_token_id", 1)
+        .u32("tokenizer.ggml.eos_token_id", 2)
+}
+
+#[test]
+fn sentencepiece_merges_the_best_score_first() {
+    let tokenizer = open_gguf(&sentencepiece()).unwrap();
+    // `ab` (−1) beats `▁a` (−3); then `▁ab` (−4) beats `abc` (−5).
+    assert_eq!(tokens(&tokenizer, "abc"), ["▁ab", "c"]);
+    assert_eq!(tokens(&tokenizer, "bc a"), ["▁", "bc", "▁a"]);
+    assert_eq!(tokens(&tokenizer, "a</s>b"), ["▁a", "</s>", "▁", "b"]);
+    assert_eq!(tokens(&tokenizer, "é한"), ["▁", "é", "<0xED>", "<0x95>", "<0x9C>"]);
+    assert_eq!(tokenizer.encode("a", true).unwrap(), [1, 263]);
+    let text = "abc  é한\nb";
+    let encoding = tokenizer.encode_with_offsets(text, false).unwrap();
+    assert_eq!(tokenizer.decode(&encoding.ids, false).unwrap(), text);
+    assert_eq!(encoding.offsets.last().unwrap().end, text.len());
+    let no_prefix = open_gguf(&sentencepiece().bool("tokenizer.ggml.add_space_prefix", false)).unwrap();
+    assert_eq!(tokens(&no_prefix, "abc"), ["abc"]);
+    assert_eq!(no_prefix.decode(&no_prefix.encode(" abc", false).unwrap(), false).unwrap(), " abc");
 }
