@@ -132,3 +132,96 @@ fn drop_input(ctx: &Context<'_>, lora: &Lora, x: &Tensor) -> Option<Tensor> {
     dropout::forward(ctx.device, state.key(lora.index), lora.dropout, x, &mut dropped);
     Some(dropped)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layers::DropoutState;
+    use crate::layers::parameter::{Parameter, Params};
+    use crate::ops::testing::{Values, assert_close, assert_gradient, cpu, dot};
+    use crate::tensor::{Device, MemoryCategory};
+
+    const ROWS: usize = 5;
+    const IN: usize = 12;
+    const OUT: usize = 7;
+    const R: usize = 3;
+
+    /// A layer with bias and adapter, all of it trainable.
+    fn layer(device: &Device, dropout: f32) -> (Params, Linear) {
+        let mut values = Values::new(4);
+        let mut params = Params::default();
+        let mut push = |name: &str, shape: &[usize]| {
+            let value = values.tensor(device, shape);
+            params.push(Parameter { name: name.into(), value, trainable: true })
+        };
+        let (weight, bias) = (push("weight", &[OUT, IN]), push("bias", &[OUT]));
+        let (a, b) = (push("lora_A", &[R, IN]), push("lora_B", &[OUT, R]));
+        let lora = Some(Lora { a, b, scale: 1.5, dropout, index: 9 });
+        (params, Linear { weight, bias: Some(bias), lora, in_features: IN, out_features: OUT })
+    }
+
+    fn state(step: u64) -> DropoutState {
+        DropoutState { seed: 3, step, micro_batch: 0 }
+    }
+
+    fn forward(ctx: &Context<'_>, linear: &Linear, x: &Tensor) -> (Tensor, LinearSaved) {
+        let mut y = ctx.scratch(&[x.rows(), OUT]);
+        let saved = linear.forward(ctx, x, &mut y);
+        (y, saved)
+    }
+
+    #[test]
+    fn gradients_agree_with_finite_differences_with_and_without_dropout() {
+        let device = cpu(2);
+        for dropout in [None, Some(state(1))] {
+            let (mut params, linear) = layer(&device, 0.4);
+            let mut values = Values::new(6);
+            let (x, dy) = (values.tensor(&device, &[ROWS, IN]), values.tensor(&device, &[ROWS, OUT]));
+            let mut dx = device.empty(MemoryCategory::Workspace, &[ROWS, IN]);
+            let mut grads = Grads::new(&device, &params);
+            {
+                let ctx = Context { device: &device, params: &params, dropout };
+                let (_, saved) = forward(&ctx, &linear, &x);
+                linear.backward(&ctx, &mut grads, &saved, &x, &dy, Some(&mut dx), false);
+            }
+            let by_x = |x: &[f32]| {
+                let ctx = Context { device: &device, params: &params, dropout };
+                let x = device.tensor(MemoryCategory::Workspace, &[ROWS, IN], x.to_vec());
+                dot(dy.f32s(), forward(&ctx, &linear, &x).0.f32s())
+            };
+            assert_gradient("dx", x.f32s(), dx.f32s(), by_x);
+            let ids: Vec<ParamId> = params.iter().map(|(id, _)| id).collect();
+            for id in ids {
+                let start = params.value(id).f32s().to_vec();
+                assert_gradient("parameter", &start, grads.get(id).unwrap().f32s(), |value| {
+                    params.value_mut(id).f32s_mut().copy_from_slice(value);
+                    let ctx = Context { device: &device, params: &params, dropout };
+                    dot(dy.f32s(), forward(&ctx, &linear, &x).0.f32s())
+                });
+                params.value_mut(id).f32s_mut().copy_from_slice(&start);
+            }
+        }
+    }
+
+    #[test]
+    fn dropout_keeps_the_mean_and_touches_the_adapter_alone() {
+        let device = cpu(2);
+        let (mut params, linear) = layer(&device, 0.25);
+        let x = Values::new(8).tensor(&device, &[ROWS, IN]);
+        let run = |params: &Params, dropout| {
+            forward(&Context { device: &device, params, dropout }, &linear, &x).0.f32s().to_vec()
+        };
+        let plain = run(&params, None);
+        let mut mean = vec![0.0f32; plain.len()];
+        let steps = 3000;
+        for step in 1..=steps {
+            let y = run(&params, Some(state(step)));
+            mean.iter_mut().zip(y).for_each(|(mean, y)| *mean += y / steps as f32);
+        }
+        assert_ne!(run(&params, Some(state(1))), plain);
+        assert_close("mean", &mean, &plain, 0.02);
+        let b = linear.lora.unwrap().b;
+        params.value_mut(b).f32s_mut().fill(0.0);
+        assert_eq!(run(&params, Some(state(1))), run(&params, None));
+    }
+}

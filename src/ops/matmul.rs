@@ -132,6 +132,8 @@ pub fn tn(device: &Device, alpha: f32, a: &Tensor, b: &Tensor, beta: f32, c: &mu
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
     use crate::ops::testing::{Values, assert_close, cpu};
 
@@ -173,17 +175,28 @@ mod tests {
         }
     }
 
-    #[test]
-    fn the_number_of_threads_does_not_change_a_bit() {
-        let product = |threads| {
-            let device = cpu(threads);
-            let mut values = Values::new(7);
-            let (a, b) = (values.tensor(&device, &[257, 300]), values.tensor(&device, &[190, 300]));
-            let mut c = values.tensor(&device, &[257, 190]);
-            device.run(|| nt(&device, 1.0, &a, &b, 0.0, &mut c));
-            c.f32s().to_vec()
-        };
-        assert_eq!(product(1), product(2));
-        assert_eq!(product(1), product(5));
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(32))]
+
+        #[test]
+        fn the_number_of_threads_does_not_change_a_bit(m in 1usize..300, n in 1usize..300, k in 1usize..600) {
+            let products = |threads| {
+                let device = cpu(threads);
+                let mut values = Values::new(7);
+                let mut shape = |rows, cols| values.tensor(&device, &[rows, cols]);
+                let [(a, at), (b, bt)] = [(shape(m, k), shape(k, m)), (shape(k, n), shape(n, k))];
+                let mut c = [shape(m, n), shape(m, n), shape(m, n)];
+                device.run(|| {
+                    nt(&device, 1.0, &a, &bt, 0.0, &mut c[0]);
+                    nn(&device, 1.0, &a, &b, 1.0, &mut c[1]);
+                    tn(&device, 1.0, &at, &b, 1.0, &mut c[2]);
+                });
+                c.map(|c| c.f32s().iter().map(|x| x.to_bits()).collect::<Vec<u32>>())
+            };
+            let one = products(1);
+            for threads in [2, 3, 8] {
+                prop_assert!(products(threads) == one, "{threads} threads");
+            }
+        }
     }
 }

@@ -4,8 +4,8 @@
 
 use rayon::prelude::*;
 
-use super::vector::exp;
-use crate::tensor::{Device, Precision, Tensor};
+use super::vector::{exp, vectorized};
+use crate::tensor::{Device, Tensor};
 
 /// Values that one task handles.
 const VALUES_PER_TASK: usize = 16_384;
@@ -23,7 +23,12 @@ pub fn forward(device: &Device, gate: &Tensor, up: &Tensor, h: &mut Tensor) {
             let precision = cpu.precision();
             let tasks = h.f32s_mut().par_chunks_mut(VALUES_PER_TASK);
             let tasks = tasks.zip(gate.f32s().par_chunks(VALUES_PER_TASK)).zip(up.f32s().par_chunks(VALUES_PER_TASK));
-            tasks.for_each(|((h, gate), up)| forward_values(precision, gate, up, h));
+            tasks.for_each(|((h, gate), up)| {
+                silu(gate, h);
+                precision.round_slice(h);
+                h.iter_mut().zip(up).for_each(|(h, g)| *h *= g);
+                precision.round_slice(h);
+            });
         }
         Device::Cuda(cuda) => match *cuda {},
     }
@@ -47,23 +52,22 @@ pub fn backward_in_place(device: &Device, dh: &Tensor, gate: &mut Tensor, up: &m
     }
 }
 
-fn forward_values(precision: Precision, gate: &[f32], up: &[f32], h: &mut [f32]) {
-    for (h, &e) in h.iter_mut().zip(gate) {
-        *h = e * sigmoid(e);
+vectorized! {
+    fn silu(e: &[f32], y: &mut [f32]) {
+        for (y, &e) in y.iter_mut().zip(e) {
+            *y = e * sigmoid(e);
+        }
     }
-    precision.round_slice(h);
-    for (h, &g) in h.iter_mut().zip(up) {
-        *h *= g;
-    }
-    precision.round_slice(h);
 }
 
-fn backward_values(dh: &[f32], gate: &mut [f32], up: &mut [f32]) {
-    for ((gate, up), &dh) in gate.iter_mut().zip(up).zip(dh) {
-        let (e, g) = (*gate, *up);
-        let s = sigmoid(e);
-        *gate = dh * g * s * (1.0 + e * (1.0 - s));
-        *up = dh * e * s;
+vectorized! {
+    fn backward_values(dh: &[f32], gate: &mut [f32], up: &mut [f32]) {
+        for ((gate, up), &dh) in gate.iter_mut().zip(up).zip(dh) {
+            let (e, g) = (*gate, *up);
+            let s = sigmoid(e);
+            *gate = dh * g * s * (1.0 + e * (1.0 - s));
+            *up = dh * e * s;
+        }
     }
 }
 

@@ -3,8 +3,34 @@
 //! The order of every sum depends on the length alone, and nothing is contracted to fused operations: results are the same on every machine
 //! and with every number of threads.
 
-/// Running sums or maxima that a loop keeps: enough for two registers of the widest kind.
+/// Running sums or maxima that a loop keeps: two registers of AVX2.
 const LANES: usize = 16;
+
+/// Defines a function that is compiled twice, for any processor and for those with AVX2 (vectors of eight values instead of four), and
+/// chooses when it is called. Functions that its loops call must be `#[inline(always)]`. Both give the same bits.
+macro_rules! vectorized {
+    ($(#[$attribute:meta])* $visibility:vis fn $name:ident($($argument:ident: $type:ty),* $(,)?) $(-> $output:ty)? $body:block) => {
+        $(#[$attribute])*
+        $visibility fn $name($($argument: $type),*) $(-> $output)? {
+            #[inline(always)]
+            fn for_any($($argument: $type),*) $(-> $output)? $body
+
+            #[cfg(target_arch = "x86_64")]
+            {
+                #[target_feature(enable = "avx2")]
+                fn for_avx2($($argument: $type),*) $(-> $output)? {
+                    for_any($($argument),*)
+                }
+                if std::arch::is_x86_feature_detected!("avx2") {
+                    // SAFETY: the processor has the feature the function was compiled for.
+                    return unsafe { for_avx2($($argument),*) };
+                }
+            }
+            for_any($($argument),*)
+        }
+    };
+}
+pub(crate) use vectorized;
 
 /// `Σ a·b`: more accurate than one running sum.
 pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
@@ -33,35 +59,49 @@ pub(crate) fn max(xs: &[f32]) -> f32 {
     lanes.into_iter().fold(rest, larger)
 }
 
-/// `Σ exp(x − shift)`.
-pub(crate) fn sum_exp(xs: &[f32], shift: f32) -> f32 {
-    let mut sums = [0.0f32; LANES];
-    let chunks = xs.chunks_exact(LANES);
-    let rest: f32 = chunks.remainder().iter().map(|x| exp(x - shift)).sum();
-    for chunk in chunks {
-        for (sum, x) in sums.iter_mut().zip(chunk) {
-            *sum += exp(x - shift);
+vectorized! {
+    /// `Σ exp(x − shift)`.
+    pub(crate) fn sum_exp(xs: &[f32], shift: f32) -> f32 {
+        let mut sums = [0.0f32; LANES];
+        let chunks = xs.chunks_exact(LANES);
+        let rest: f32 = chunks.remainder().iter().map(|x| exp(x - shift)).sum();
+        for chunk in chunks {
+            for (sum, x) in sums.iter_mut().zip(chunk) {
+                *sum += exp(x - shift);
+            }
         }
+        sums.iter().sum::<f32>() + rest
     }
-    sums.iter().sum::<f32>() + rest
 }
 
-/// `x = exp(x − shift)` for each value, and their sum: that of [`sum_exp`].
-pub(crate) fn exp_in_place(xs: &mut [f32], shift: f32) -> f32 {
-    let mut sums = [0.0f32; LANES];
-    let mut chunks = xs.chunks_exact_mut(LANES);
-    for chunk in &mut chunks {
-        for (sum, x) in sums.iter_mut().zip(chunk) {
+vectorized! {
+    /// `x = exp(x − shift)` for each value, and their sum: that of [`sum_exp`].
+    pub(crate) fn exp_in_place(xs: &mut [f32], shift: f32) -> f32 {
+        let mut sums = [0.0f32; LANES];
+        let mut chunks = xs.chunks_exact_mut(LANES);
+        for chunk in &mut chunks {
+            for (sum, x) in sums.iter_mut().zip(chunk) {
+                *x = exp(*x - shift);
+                *sum += *x;
+            }
+        }
+        let mut rest = 0.0;
+        for x in chunks.into_remainder() {
             *x = exp(*x - shift);
-            *sum += *x;
+            rest += *x;
+        }
+        sums.iter().sum::<f32>() + rest
+    }
+}
+
+vectorized! {
+    /// One row of attention's backward pass, in place: scores become `P = exp(S − lse)`, and `d_scores` `dS = P⊙(dP − delta)`.
+    pub(crate) fn softmax_gradient(scores: &mut [f32], d_scores: &mut [f32], lse: f32, delta: f32) {
+        for (p, ds) in scores.iter_mut().zip(d_scores) {
+            *p = exp(*p - lse);
+            *ds = *p * (*ds - delta);
         }
     }
-    let mut rest = 0.0;
-    for x in chunks.into_remainder() {
-        *x = exp(*x - shift);
-        rest += *x;
-    }
-    sums.iter().sum::<f32>() + rest
 }
 
 /// `e^x` within 1.2 units in the last place of the true value, over the whole range: 0 for −∞, ∞ above 88.73, NaN for NaN.

@@ -6,8 +6,9 @@ use rayon::prelude::*;
 
 use super::tiles::TILE_ROWS;
 use super::{AttentionShape, Saved, Tile, TileList};
+use crate::ops::MIN_ROWS_PER_TASK;
 use crate::ops::matmul::{Mat, MatMut, gemm_serial};
-use crate::ops::vector::{dot, exp, exp_in_place, max};
+use crate::ops::vector::{dot, exp, exp_in_place, max, softmax_gradient};
 use crate::tensor::Precision;
 
 /// Splits a row-major buffer into the rows of each tile; tiles cover the rows in order.
@@ -135,8 +136,8 @@ pub(super) fn backward(
 ) {
     let AttentionShape { num_heads: heads, num_kv_heads, head_dim: d, .. } = *shape;
     // D [T, Hq] = rowsum(do ⊙ o)
-    let delta: Vec<f32> =
-        d_o.par_chunks_exact(d).zip(saved.o.f32s().par_chunks_exact(d)).map(|(a, b)| dot(a, b)).collect();
+    let rows = d_o.par_chunks_exact(d).zip(saved.o.f32s().par_chunks_exact(d)).with_min_len(MIN_ROWS_PER_TASK);
+    let delta: Vec<f32> = rows.map(|(a, b)| dot(a, b)).collect();
 
     let kv_width = num_kv_heads * d;
     let (dk_rows, dv_rows) = (rows_of(&tiles.key_tiles, kv_width, dk), rows_of(&tiles.key_tiles, kv_width, dv));
@@ -248,10 +249,7 @@ fn probabilities(
         let row = (q_start + i) * heads + head;
         let (lse, delta) = (saved.softmax_lse.f32s()[row], delta[row]);
         mask(tiles, q_start + i, k_start, scores);
-        for (p, ds) in scores.iter_mut().zip(d_scores) {
-            *p = exp(*p - lse);
-            *ds = *p * (*ds - delta);
-        }
+        softmax_gradient(scores, d_scores, lse, delta);
     }
 }
 
