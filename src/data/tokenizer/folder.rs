@@ -17,7 +17,10 @@ pub fn open(folder: &Path) -> Result<Tokenizer> {
         "{} has no tokenizer.json; save it there with Transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…)",
         folder.display()
     );
-    let mut inner = tokenizers::Tokenizer::from_file(&file).map_err(|e| anyhow!("{}: {e}", file.display()))?;
+    // The reader of the crate panics on merges that make a longer text than any token.
+    let read = std::panic::catch_unwind(|| tokenizers::Tokenizer::from_file(&file));
+    let read = read.map_err(|_| anyhow!("{} is damaged: its merges do not fit its vocabulary", file.display()))?;
+    let mut inner = read.map_err(|e| anyhow!("{}: {e}", file.display()))?;
     // A saved limit or padding would cut or fill documents before packing sees them.
     inner.with_padding(None);
     inner.with_truncation(None).map_err(|e| anyhow!("{}: {e}", file.display()))?;

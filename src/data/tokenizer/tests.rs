@@ -174,6 +174,10 @@ fn broken_folders_are_named() {
     assert!(error().contains("tokenizer_config.json is not valid JSON"));
     std::fs::write(folder.path().join("tokenizer.json"), "{}").unwrap();
     assert!(error().contains("tokenizer.json"));
+    let model = json!({"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"]});
+    std::fs::write(folder.path().join("tokenizer.json"), json!({"version": "1.0", "model": model}).to_string())
+        .unwrap();
+    assert!(error().contains("is damaged"), "{}", error());
     assert!(Tokenizer::open(&folder.path().join("nothing")).unwrap_err().to_string().contains("does not exist"));
     assert!(Tokenizer::open(&folder.path().join("tokenizer.json")).unwrap_err().to_string().contains("neither"));
 }
