@@ -46,7 +46,6 @@ fn a_typed_dataset_is_looked_at_and_shown_as_the_model_sees_it() {
     let row = |q: &str, a: &str| serde_json::json!({"prompt": q, "completion": a}).to_string() + "\n";
     std::fs::write(&data, row("first", "eins 1") + "broken\n" + &row("second", "zwei 2")).unwrap();
     let mut harness = setup_screen();
-    harness.get_by_label("choose a model");
     assert!(!can_start(&harness));
     type_paths(&mut harness, &support::tiny_model(folder.path()), &data);
     fill(&mut harness, "Held out", "0");
@@ -57,8 +56,8 @@ fn a_typed_dataset_is_looked_at_and_shown_as_the_model_sees_it() {
     harness.get_by_label("Dropped 1");
     harness.get_by_label("not valid JSON: 1");
     harness.get_by_label("pack 1 of 1");
+    wait_for(&mut harness, "the pack", |h| h.query_by_label("eins 1<|im_end|>↵").is_some());
     harness.get_by_label_contains("record 2 of 2 in this pack, positions restart at 0");
-    harness.get_by_label("eins 1<|im_end|>↵");
     harness.get_by_label("every record ends with the end token");
     harness.get_by_label_contains("LlamaForCausalLM: 2 layers, hidden 32, 4 heads, 2 KV heads");
 
@@ -85,7 +84,8 @@ fn a_dataset_of_unknown_columns_is_mapped_and_trained() {
 
     click(&mut harness, Role::Button, "Map the columns");
     wait_for(&mut harness, "the preview", can_start);
-    assert!(harness.query_all_by_label_contains("means ").any(|row| row.value().unwrap().ends_with("<|im_end|>↵")));
+    let is_answer = |value: Option<String>| value.is_some_and(|text| text.ends_with("<|im_end|>↵"));
+    wait_for(&mut harness, "an answer", |h| h.query_all_by_label_contains("means ").any(|row| is_answer(row.value())));
     fill(&mut harness, "Name", "wörter r4");
     fill(&mut harness, "Rank", "4");
     fill(&mut harness, "Learning rate", "1e-3");

@@ -24,7 +24,6 @@ use crate::gui::theme::Theme;
 use crate::gui::widgets::{Button, rule, text};
 use crate::gui::{fonts, icons};
 use crate::session::config::RunConfig;
-use crate::session::preview::PackView;
 use crate::session::recent::Recent;
 use crate::session::starter::{self, Status};
 
@@ -46,7 +45,6 @@ pub struct SetupView {
     writing: Writing,
     /// The pack in sight, from 0.
     pack: usize,
-    shown_pack: Option<((u64, usize), PackView)>,
     flow: TokenFlow,
     looked_for_models: bool,
 }
@@ -61,7 +59,6 @@ impl Default for SetupView {
             filter: String::new(),
             writing: Writing::default(),
             pack: 0,
-            shown_pack: None,
             flow: TokenFlow::default(),
             looked_for_models: false,
         }
@@ -105,6 +102,20 @@ impl SetupView {
         }
     }
 
+    /// Begins with the model used last, else with the starter model, when one of them is here.
+    fn preselect(&mut self) {
+        if !self.form.model.is_empty() {
+            return;
+        }
+        let ready = match &self.starter {
+            Ok(Status::Ready { path }) => Some(path.clone()),
+            _ => None,
+        };
+        if let Some(path) = self.recent.models.iter().find(|path| path.exists()).cloned().or(ready) {
+            self.choose_model(&path);
+        }
+    }
+
     /// Puts what a run uses first in the recent lists.
     fn remember(&mut self, config: &RunConfig, context: &mut ViewContext<'_>) {
         self.recent.add_model(&config.model.path);
@@ -123,11 +134,13 @@ impl SetupView {
             }
             self.starter = starter::status().map_err(|error| format!("{error:#}"));
             self.jobs.find_models(&context.waker, self.recent.models.clone());
+            self.preselect();
         }
         self.jobs.poll();
         if let Some(wait) = self.jobs.follow(config, Instant::now(), &context.waker) {
             ui.ctx().request_repaint_after(wait);
         }
+        self.jobs.follow_pack(self.pack, &context.waker);
         if let Some(path) = self.jobs.starter.ok().cloned() {
             self.jobs.starter.clear();
             self.starter = Ok(Status::Ready { path: path.clone() });

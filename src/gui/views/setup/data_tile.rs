@@ -134,7 +134,7 @@ impl SetupView {
         };
         stats(ui, shown);
         let rest = ui.available_rect_before_wrap();
-        let left = (rest.width() * 0.48).min(300.0);
+        let left = (rest.width() * 0.52).min(320.0);
         let list = rest.with_max_x(rest.left() + left);
         let mut column = ui.new_child(egui::UiBuilder::new().max_rect(list));
         egui::ScrollArea::vertical().id_salt("reasons").auto_shrink(false).show(&mut column, |ui| {

@@ -1,11 +1,12 @@
 //! Work behind the Set up screen: looking at the model, the dataset and what the model sees, never on the UI thread.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::session::config::RunConfig;
 use crate::session::inspect::{self, FoundModel, ModelInfo, Places};
-use crate::session::preview::{self, DataFacts, Preview};
+use crate::session::preview::{self, DataFacts, PackView, Preview};
 use crate::session::runtime::{Latest, Task, Waker};
 use crate::session::starter;
 
@@ -35,7 +36,9 @@ pub struct Jobs {
     /// A first look at the dataset.
     pub data: Follow<PathBuf, DataFacts>,
     /// What the model sees.
-    pub preview: Follow<RunConfig, Preview>,
+    pub preview: Follow<RunConfig, Arc<Preview>>,
+    /// The pack in sight: version of the preview and number of the pack.
+    pub pack: Follow<(u64, usize), PackView>,
     /// Fetching the starter model.
     pub starter: Latest<PathBuf>,
     /// An open dialog.
@@ -56,19 +59,29 @@ impl Jobs {
         let (model, data) = (&config.model.path, &config.data.path);
         let has = |path: &PathBuf| !path.as_os_str().is_empty();
         let waits = [
-            self.model.follow(has(model).then(|| model.clone()), now, |path| {
+            self.model.follow(has(model).then(|| model.clone()), DEBOUNCE, now, |path| {
                 Task::blocking(Some(waker.clone()), move |_| inspect::inspect(&path).map(Some))
             }),
-            self.data.follow(has(data).then(|| data.clone()), now, |path| {
+            self.data.follow(has(data).then(|| data.clone()), DEBOUNCE, now, |path| {
                 Task::blocking(Some(waker.clone()), move |_| preview::probe(&path).map(Some))
             }),
-            self.preview.follow((has(model) && has(data)).then(|| relevant(config)), now, |config| {
+            self.preview.follow((has(model) && has(data)).then(|| relevant(config)), DEBOUNCE, now, |config| {
                 Task::blocking(Some(waker.clone()), move |control| {
-                    preview::preview(&config, &|stage, done, total| control.report(stage, done, total), control.stop())
+                    let report = |stage: &str, done: u64, total: u64| control.report(stage, done, total);
+                    Ok(preview::preview(&config, &report, control.stop())?.map(Arc::new))
                 })
             }),
         ];
         waits.into_iter().flatten().min()
+    }
+
+    /// Makes the view of a pack, unless that is done.
+    pub fn follow_pack(&mut self, pack: usize, waker: &Waker) {
+        let wanted = self.preview.result.ok().map(|preview| (Arc::clone(preview), (self.preview.version, pack)));
+        let (preview, key) = wanted.unzip();
+        self.pack.follow(key, Duration::ZERO, Instant::now(), |(_, pack)| {
+            Task::blocking(Some(waker.clone()), move |_| Ok(preview.and_then(|preview| preview.pack(pack))))
+        });
     }
 
     /// Takes over what is ready.
@@ -78,6 +91,9 @@ impl Jobs {
         self.data.result.poll();
         if self.preview.result.poll() {
             self.preview.version += 1;
+        }
+        if self.pack.result.poll() {
+            self.pack.version += 1;
         }
         self.starter.poll();
         self.dialog.poll();
@@ -138,7 +154,14 @@ impl<K: Clone + PartialEq, T: Send + 'static> Follow<K, T> {
         self.started_for = None;
     }
 
-    fn follow(&mut self, wanted: Option<K>, now: Instant, start: impl FnOnce(K) -> Task<T>) -> Option<Duration> {
+    /// Starts a job for `wanted` once it stayed the same for `pause`. Returns the time until then.
+    fn follow(
+        &mut self,
+        wanted: Option<K>,
+        pause: Duration,
+        now: Instant,
+        start: impl FnOnce(K) -> Task<T>,
+    ) -> Option<Duration> {
         let Some(wanted) = wanted else {
             if self.started_for.is_some() || self.due.is_some() {
                 (self.started_for, self.wanted, self.due) = (None, None, None);
@@ -153,7 +176,7 @@ impl<K: Clone + PartialEq, T: Send + 'static> Follow<K, T> {
         }
         if self.wanted.as_ref() != Some(&wanted) {
             // The first input needs no pause: nobody is typing it.
-            let pause = if self.started_for.is_none() { Duration::ZERO } else { DEBOUNCE };
+            let pause = if self.started_for.is_none() { Duration::ZERO } else { pause };
             (self.wanted, self.due) = (Some(wanted.clone()), Some(now + pause));
         }
         let due = self.due.unwrap_or(now);
@@ -194,19 +217,19 @@ mod tests {
         let mut follow = Follow::<u32, u32>::default();
         let t0 = Instant::now();
         let at = |ms: u64| t0 + Duration::from_millis(ms);
-        assert_eq!(follow.follow(Some(1), at(0), start), None);
+        assert_eq!(follow.follow(Some(1), DEBOUNCE, at(0), start), None);
         assert_eq!(follow.started_for, Some(1));
-        assert_eq!(follow.follow(Some(2), at(10), start), Some(DEBOUNCE));
-        assert_eq!(follow.follow(Some(3), at(200), start), Some(DEBOUNCE));
+        assert_eq!(follow.follow(Some(2), DEBOUNCE, at(10), start), Some(DEBOUNCE));
+        assert_eq!(follow.follow(Some(3), DEBOUNCE, at(200), start), Some(DEBOUNCE));
         assert_eq!(follow.started_for, Some(1));
-        assert_eq!(follow.follow(Some(3), at(400), start), Some(Duration::from_millis(100)));
-        assert_eq!(follow.follow(Some(3), at(500), start), None);
+        assert_eq!(follow.follow(Some(3), DEBOUNCE, at(400), start), Some(Duration::from_millis(100)));
+        assert_eq!(follow.follow(Some(3), DEBOUNCE, at(500), start), None);
         assert_eq!(follow.started_for, Some(3));
         // Back to what is shown: nothing to do.
-        follow.follow(Some(4), at(600), start);
-        assert_eq!(follow.follow(Some(3), at(700), start), None);
+        follow.follow(Some(4), DEBOUNCE, at(600), start);
+        assert_eq!(follow.follow(Some(3), DEBOUNCE, at(700), start), None);
         assert!(follow.due.is_none());
-        follow.follow(None, at(800), start);
+        follow.follow(None, DEBOUNCE, at(800), start);
         assert!(follow.started_for.is_none() && !follow.result.is_running());
     }
 

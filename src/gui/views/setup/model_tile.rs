@@ -197,14 +197,14 @@ impl SetupView {
             return;
         };
         prose(ui, &shape(model), theme.t2);
-        let template = if model.has_chat_template { "Chat template found" } else { "No chat template" };
+        let template = if model.has_chat_template { "Chat template" } else { "No chat template" };
         let end = match &model.end_token {
-            Some(token) => format!("end token {token}"),
+            Some(token) => format!("ends with {token}"),
             None => "no end token".to_owned(),
         };
-        let pad = if model.pad_differs { "; pad differs from end" } else { "" };
+        let pad = if model.pad_differs { ", pad differs" } else { "" };
         let good = model.has_chat_template && model.end_token.is_some() && model.pad_differs;
-        fields::verdict(ui, good, &format!("{template}; {end}{pad}"));
+        fields::verdict(ui, good, &format!("{template}, {end}{pad}"));
         for warning in &model.warnings {
             fields::verdict(ui, false, warning);
         }

@@ -51,13 +51,7 @@ impl SetupView {
     fn sees_body(&mut self, ui: &mut Ui) {
         let theme = Theme::of(ui);
         let area = ui.max_rect();
-        let version = self.jobs.preview.version;
-        let wanted = (version, self.pack);
-        if self.shown_pack.as_ref().is_none_or(|(shown, _)| *shown != wanted) {
-            let pack = self.jobs.preview.result.ok().and_then(|preview| preview.pack(self.pack));
-            self.shown_pack = pack.map(|pack| (wanted, pack));
-        }
-        let (Some((_, pack)), Some(preview)) = (&self.shown_pack, self.jobs.preview.result.ok()) else {
+        let (Some(pack), Some(preview)) = (self.jobs.pack.result.ok(), self.jobs.preview.result.ok()) else {
             let at = area.center();
             let words = "The tokens of each pack, once a model and a dataset are chosen";
             text(ui.painter(), at, Align2::CENTER_CENTER, words, fonts::table(), theme.t3, area.width() - 24.0);
@@ -71,8 +65,7 @@ impl SetupView {
         );
         let mut body = ui.new_child(UiBuilder::new().id_salt("flow").max_rect(flow));
         body.set_clip_rect(flow.intersect(ui.clip_rect()));
-        let key = version << 32 | self.pack as u64;
-        self.flow.ui(&mut body, pack, key, self.writing);
+        self.flow.ui(&mut body, pack, self.jobs.pack.version, self.writing);
 
         rule(ui.painter(), checks.x_range(), checks.top(), theme.line);
         let mut row = ui.new_child(UiBuilder::new().id_salt("checks").max_rect(checks.shrink2(vec2(12.0, 4.0))));

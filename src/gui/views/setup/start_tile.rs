@@ -71,8 +71,8 @@ impl SetupView {
         let tokens = units::count((config.packing.pack_len * config.train.grad_accum_steps) as u64);
         ui.horizontal(|ui| {
             Stat::new("Steps", &steps).show(ui, width);
-            Stat::new("Tokens per step", &tokens).show(ui, width);
-            Stat::new("Packs per epoch", &packs).show(ui, width);
+            Stat::new("Tokens/step", &tokens).show(ui, width);
+            Stat::new("Packs/epoch", &packs).show(ui, width);
             Stat::new("Epochs", &epochs).show(ui, width);
         });
     }
