@@ -124,6 +124,7 @@ fn download(
     progress: ReportProgress<'_>,
     stop: &AtomicBool,
 ) -> Result<Option<PathBuf>> {
+    progress("looking for Python", 0, 0);
     let python = find_python(pythons)?;
     let (wheels, temporary, log) = (work.join("wheels"), work.join("tmp"), work.join("pip.log"));
     for folder in [&wheels, &temporary] {

@@ -11,7 +11,7 @@ use crate::base::units;
 use crate::gui::theme::Theme;
 use crate::gui::views::ViewContext;
 use crate::gui::views::welcome::{banner, progress_bar};
-use crate::gui::widgets::{Stat, Tile, icon_button, label, link, text};
+use crate::gui::widgets::{Button, Stat, Tile, icon_button, label, link, text};
 use crate::gui::{fonts, icons};
 use crate::session::LayoutChoice;
 use crate::session::preview::{Histogram, Preview, Reason};
@@ -108,6 +108,27 @@ impl SetupView {
         }
     }
 
+    /// Ways to begin while no dataset is chosen.
+    fn first_datasets(&mut self, ui: &mut Ui) {
+        label(ui, "No dataset chosen. Begin with", fonts::table(), Theme::of(ui).t3);
+        let mut chosen = None;
+        ui.horizontal_wrapped(|ui| {
+            if ui.add(Button::new("The Devil's Dictionary").icon(icons::FILE_TEXT)).clicked() {
+                chosen = Some(std::path::PathBuf::from(STARTER));
+            }
+            for path in self.recent.datasets.iter().filter(|path| path.is_absolute()).take(4) {
+                let name = path.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
+                let button = ui.add(Button::new(&name).icon(icons::FILE_TEXT));
+                if button.on_hover_text(path.display().to_string()).clicked() {
+                    chosen = Some(path.clone());
+                }
+            }
+        });
+        if let Some(path) = chosen {
+            self.choose_dataset(&path);
+        }
+    }
+
     fn data_body(&mut self, ui: &mut Ui) {
         let theme = Theme::of(ui);
         let preview = &self.jobs.preview;
@@ -122,10 +143,7 @@ impl SetupView {
                 Some(progress) => {
                     progress_bar(ui, &progress.stage, progress.fraction(), progress.done, progress.total);
                 }
-                None if self.form.data.is_empty() => {
-                    let words = "No dataset chosen. The clock at the right offers the starter: The Devil's Dictionary.";
-                    label(ui, words, fonts::table(), theme.t3);
-                }
+                None if self.form.data.is_empty() => self.first_datasets(ui),
                 None => {
                     label(ui, "Choose a model to see what it will read", fonts::table(), theme.t3);
                 }

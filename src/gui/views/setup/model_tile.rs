@@ -53,6 +53,7 @@ impl SetupView {
         let count = self.jobs.models.ok().map_or(0, Vec::len);
         let hint = match count {
             0 if self.jobs.models.is_running() => "Looking for models on this machine".to_owned(),
+            0 => "No model on this machine yet".to_owned(),
             1 => "1 model on this machine".to_owned(),
             count => format!("Filter {count} models on this machine"),
         };
@@ -131,7 +132,7 @@ impl SetupView {
             let area = egui::ScrollArea::vertical().id_salt("models").max_height(height - 22.0);
             area.auto_shrink(false).show_rows(ui, ROW, shown.len().max(1), |ui, rows| {
                 if shown.is_empty() {
-                    let words = if models.is_empty() { "None found yet" } else { "None has that name" };
+                    let words = if models.is_empty() { "None found" } else { "None has that name" };
                     label(ui, words, fonts::table(), theme.t3);
                 }
                 for model in shown.get(rows).unwrap_or_default() {

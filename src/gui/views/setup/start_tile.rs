@@ -84,12 +84,12 @@ impl SetupView {
             MethodKind::Full => "The whole model",
         };
         let saved = match config.train.save_every {
-            0 => "at the end, and when you stop".to_owned(),
-            every => format!("every {} steps, at the end, and when you stop", units::count(every)),
+            0 => "at the end and when you stop".to_owned(),
+            every => format!("every {} steps, at the end and when you stop", units::count(every)),
         };
         let folder = config.runs_dir.clone().or_else(|| paths::runs().ok());
         let folder = folder.map_or(String::new(), |folder| format!(" in a new folder in {}", folder.display()));
-        prose(ui, &format!("{what} is saved {saved}{folder}."), theme.t3);
+        prose(ui, &format!("{what} is saved{folder}, {saved}."), theme.t3);
         if let Some(machine) = context.machine
             && config.train.device == DeviceChoice::Auto
             && let Err(reason) = &machine.gpu
