@@ -56,7 +56,7 @@ pub fn events(steps: u64) -> Vec<TimedEvent> {
         }
     }
     if steps == 60 {
-        let path = PathBuf::from("/home/ada/.local/share/tandem/runs/starter/adapter");
+        let path = PathBuf::from("/data/tandem/runs/starter/adapter");
         tell(300, RunEvent::Saved { step: 60, path });
         tell(5, RunEvent::Finished { outcome: Outcome::Completed, steps: 60 });
     }
@@ -66,7 +66,7 @@ pub fn events(steps: u64) -> Vec<TimedEvent> {
 fn info() -> RunInfo {
     RunInfo {
         name: "starter".into(),
-        folder: PathBuf::from("/home/ada/.local/share/tandem/runs/starter"),
+        folder: PathBuf::from("/data/tandem/runs/starter"),
         model: "SmolLM2-135M-Instruct.Q4_1.gguf".into(),
         method: "LoRA r16".into(),
         device: "CPU, 2 threads, f32".into(),
