@@ -102,12 +102,14 @@ fn what_is_saved(app: &TandemApp) -> String {
     }
 }
 
-fn stop(ui: &mut Ui, theme: &Theme, app: &TandemApp) -> Option<Answer> {
+fn stop(ui: &mut Ui, theme: &Theme, app: &mut TandemApp) -> Option<Answer> {
     let mut answer = None;
     heading(ui, theme, "Stop this run?");
     prose(ui, theme, &format!("Training ends after the current micro-batch. {}", what_is_saved(app)));
     buttons(ui, |ui| {
-        if ui.add(Button::new("Stop and save").icon(icons::STOP).primary()).clicked() {
+        let stop = ui.add(Button::new("Stop and save").icon(icons::STOP).primary());
+        app.probe.rect("Stop and save", &stop);
+        if stop.clicked() {
             answer = Some(Answer::StopRun);
         }
         if ui.add(Button::new("Keep training")).clicked() {

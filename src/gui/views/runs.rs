@@ -45,7 +45,6 @@ impl RunsView {
         let body = ui.max_rect();
         ui.painter().rect_filled(body, 0, theme.bg1);
         let header = body.with_max_y(body.top() + 52.0);
-        ui.painter().rect_filled(header, 0, theme.bg0);
         rule(ui.painter(), header.x_range(), header.bottom() - 0.5, theme.line);
         let painter = ui.painter();
         text(

@@ -177,7 +177,7 @@ impl WelcomeView {
                 ui.spacing_mut().item_spacing.y = 3.0;
                 label(ui, "Starter run", fonts::semibold(15.0), theme.t1);
                 ui.add_space(3.0);
-                for line in self.starter_lines() {
+                for line in self.starter_lines(context) {
                     ui.add(egui::Label::new(egui::RichText::new(line).font(fonts::body()).color(theme.t2)).wrap());
                 }
                 ui.add_space(4.0);
@@ -203,15 +203,17 @@ impl WelcomeView {
         });
     }
 
-    fn starter_lines(&self) -> Vec<String> {
+    fn starter_lines(&self, context: &ViewContext<'_>) -> Vec<String> {
+        let on_cpu = context.machine.is_some_and(|machine| machine.gpu.is_err());
         match &self.config {
             Ok(config) => vec![
                 format!("{} learns to define words like The Devil's Dictionary.", starter::model_name()),
                 format!(
-                    "LoRA r{}, {} steps of {} tokens, on the CPU.",
+                    "LoRA r{}, {} steps of {} tokens{}.",
                     config.method.r,
                     config.train.max_steps,
-                    units::count(config.packing.pack_len as u64)
+                    units::count(config.packing.pack_len as u64),
+                    if on_cpu { ", on the CPU" } else { "" },
                 ),
             ],
             Err(error) => vec![error.clone()],

@@ -16,7 +16,7 @@ use crate::session::run_view::RunState;
 /// Draws the header in `rect`.
 pub fn show(ui: &mut Ui, rect: Rect, run: &CurrentRun, context: &mut ViewContext<'_>) {
     let theme = Theme::of(ui);
-    ui.painter().rect_filled(rect, 0, theme.bg0);
+    ui.painter().rect_filled(rect, 0, theme.bg1);
     rule(ui.painter(), rect.x_range(), rect.bottom() - 0.5, theme.line);
     let inner = rect.shrink2(vec2(12.0, 0.0));
     let buttons_left = buttons(ui, inner, run, context);
