@@ -137,6 +137,19 @@ fn live_shows_where_time_and_memory_go() {
 }
 
 #[test]
+fn the_tiles_of_live_lie_side_by_side() {
+    let harness = with_run(fixture::run(37));
+    let at = |tile: &str| harness.get_by_role_and_label(Role::Heading, tile).rect();
+    let (loss, anatomy, memory, log) = (at("Loss"), at("Step anatomy"), at("Memory"), at("Log"));
+    assert!(loss.width() > 20.0 && anatomy.width() > 60.0 && memory.width() > 30.0 && log.width() > 15.0);
+    assert_eq!((loss.top(), memory.top()), (anatomy.top(), log.top()));
+    assert_eq!((loss.left(), anatomy.left()), (memory.left(), log.left()));
+    assert!(anatomy.left() > 700.0 && memory.top() > 450.0);
+    let bars = harness.get_by_role_and_label(Role::Image, "Milliseconds of steps 1 to 37 by phase").rect();
+    assert!(bars.left() > 700.0 && bars.width() > 150.0, "{bars:?}");
+}
+
+#[test]
 fn arrow_keys_move_a_segmented_choice() {
     let mut harness = with_run(fixture::run(12));
     harness.get_by_role_and_label(Role::RadioButton, "step").focus();

@@ -63,15 +63,17 @@ impl LiveView {
         ui.painter().rect_filled(rest, 0, theme.line);
         let middle_x = (rest.center().x).round();
         let middle_y = (rest.top() + rest.height() * 0.57).round();
-        let left = |r: Rect| r.with_max_x(middle_x);
-        let right = |r: Rect| r.with_min_x(middle_x + 1.0);
-        let upper = rest.with_max_y(middle_y);
-        let lower = rest.with_min_y(middle_y + 1.0);
+        // Each rectangle is made from its corners. Closures over `with_max_x` and `with_min_x` read better, but rustc 1.95
+        // then lets one call change the argument of the next in optimized builds.
+        let upper_left = Rect::from_min_max(rest.min, pos2(middle_x, middle_y));
+        let upper_right = Rect::from_min_max(pos2(middle_x + 1.0, rest.top()), pos2(rest.right(), middle_y));
+        let lower_left = Rect::from_min_max(pos2(rest.left(), middle_y + 1.0), pos2(middle_x, rest.bottom()));
+        let lower_right = Rect::from_min_max(pos2(middle_x + 1.0, middle_y + 1.0), rest.max);
         let mut hovered = None;
-        self.loss.show(ui, left(upper), view, self.hovered_step, &mut hovered);
-        self.anatomy.show(ui, right(upper), view, self.hovered_step, &mut hovered);
-        memory::show(ui, left(lower), view, context.machine, self.hovered_step, &mut hovered);
-        self.log.show(ui, right(lower), view);
+        self.loss.show(ui, upper_left, view, self.hovered_step, &mut hovered);
+        self.anatomy.show(ui, upper_right, view, self.hovered_step, &mut hovered);
+        memory::show(ui, lower_left, view, context.machine, self.hovered_step, &mut hovered);
+        self.log.show(ui, lower_right, view);
         if hovered != self.hovered_step {
             self.hovered_step = hovered;
             ui.ctx().request_repaint();

@@ -381,9 +381,9 @@ pub fn progress_bar(ui: &mut Ui, stage: &str, fraction: Option<f32>, done: u64, 
         text(painter, rect.right_top(), Align2::RIGHT_TOP, &figure, fonts::small(), theme.t3, rect.width() / 2.0);
     let room = figure.left() - rect.left() - 8.0;
     text(painter, rect.left_top(), Align2::LEFT_TOP, stage, fonts::small(), theme.t2, room);
-    let track = rect.with_min_y(rect.bottom() - 4.0);
-    painter.rect_filled(track, 0, theme.bg4);
     if let Some(share) = fraction {
+        let track = rect.with_min_y(rect.bottom() - 4.0);
+        painter.rect_filled(track, 0, theme.bg4);
         painter.rect_filled(track.with_max_x(track.left() + track.width() * share), 0, theme.acc);
     }
 }
