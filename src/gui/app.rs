@@ -30,6 +30,8 @@ use crate::session::runtime::{Poll, Task};
 pub const REPAINT_EVERY: Duration = Duration::from_millis(100);
 /// Time that taking in events may cost a frame.
 const EVENT_BUDGET: Duration = Duration::from_millis(4);
+/// A run that another process trains is read again after so long.
+const REREAD_EVERY: Duration = Duration::from_secs(2);
 /// Memory and disk are read again after so long, when something happens.
 const MACHINE_EVERY: Duration = Duration::from_secs(5);
 
@@ -82,6 +84,8 @@ pub struct TandemApp {
     setup: SetupView,
     live: LiveView,
     opening: Option<Task<(PathBuf, RunView)>>,
+    rereading: Option<Task<(PathBuf, RunView)>>,
+    reread: Option<Instant>,
     picking: Option<Task<PathBuf>>,
     reading_machine: Option<Task<Machine>>,
     machine_read: Option<Instant>,
@@ -106,6 +110,8 @@ impl TandemApp {
             setup: SetupView::default(),
             live: LiveView::default(),
             opening: None,
+            rereading: None,
+            reread: None,
             picking: None,
             reading_machine: None,
             machine_read: None,
@@ -182,12 +188,29 @@ impl TandemApp {
                 Err(error) => self.toasts.complain(format!("{error:#}")),
             }
         }
+        self.follow_other_process(ctx, now);
         if let Some(result) = take_ready(&mut self.picking) {
             match result {
                 Ok(path) => self.set_up(&path),
                 Err(error) => self.toasts.complain(format!("{error:#}")),
             }
         }
+    }
+
+    /// Reads an opened run again while another process trains it.
+    fn follow_other_process(&mut self, ctx: &Context, now: Instant) {
+        if let Some(Ok((folder, view))) = take_ready(&mut self.rereading)
+            && let Some(run) = self.opened.as_mut().filter(|run| run.folder() == folder)
+        {
+            run.view = view;
+        }
+        let Some(run) = self.opened.as_ref().filter(|run| !run.view.state.is_over()) else { return };
+        let due = self.reread.is_none_or(|read| now.duration_since(read) >= REREAD_EVERY);
+        if due && self.rereading.is_none() {
+            self.reread = Some(now);
+            self.rereading = Some(load(run.folder().to_owned(), ctx));
+        }
+        ctx.request_repaint_after(REREAD_EVERY);
     }
 
     /// Draws the window and does what was asked for in it.
@@ -348,10 +371,7 @@ impl TandemApp {
             self.screen = Screen::Live;
             return;
         }
-        self.opening = Some(Task::blocking(Some(waker(ctx)), move |_| {
-            let view = RunView::load(&folder)?;
-            Ok(Some((folder, view)))
-        }));
+        self.opening = Some(load(folder, ctx));
     }
 
     /// Shows Set up with a model, a dataset or a `run.toml` that was dropped or picked.
@@ -387,6 +407,14 @@ impl TandemApp {
             self.dialog = Some(Dialog::Quit);
         }
     }
+}
+
+/// Reads a run folder in the background.
+fn load(folder: PathBuf, ctx: &Context) -> Task<(PathBuf, RunView)> {
+    Task::blocking(Some(waker(ctx)), move |_| {
+        let view = RunView::load(&folder)?;
+        Ok(Some((folder, view)))
+    })
 }
 
 /// Takes the result out of a task that has one, and the task with it.

@@ -63,8 +63,8 @@ impl LiveView {
         ui.painter().rect_filled(rest, 0, theme.line);
         let middle_x = (rest.center().x).round();
         let middle_y = (rest.top() + rest.height() * 0.57).round();
-        // Each rectangle is made from its corners. Closures over `with_max_x` and `with_min_x` read better, but rustc 1.95
-        // then lets one call change the argument of the next in optimized builds.
+        // Each rectangle is made from its corners. With closures over `with_max_x` and `with_min_x` the right tiles came
+        // out as wide as nothing in builds that rustc 1.95 optimized (`tests/gui.rs` holds the places).
         let upper_left = Rect::from_min_max(rest.min, pos2(middle_x, middle_y));
         let upper_right = Rect::from_min_max(pos2(middle_x + 1.0, rest.top()), pos2(rest.right(), middle_y));
         let lower_left = Rect::from_min_max(pos2(rest.left(), middle_y + 1.0), pos2(middle_x, rest.bottom()));

@@ -84,6 +84,7 @@ fn areas(ui: &mut Ui, area: Rect, view: &RunView, marked: Option<u64>, hovered: 
     }
     stack(&painter, theme, &samples, &xs, &y_of);
     process_line(&painter, theme, plot, &samples, &xs, &y_of);
+    peak_line(&painter, theme, plot, last.report.memory.peak_bytes, &y_of);
 
     let y = plot.bottom() + 14.0;
     text(&painter, pos2(plot.left() - 8.0, y), Align2::RIGHT_CENTER, "step", fonts::small(), theme.t3, 36.0);
@@ -178,6 +179,15 @@ fn process_line(
     let words = format!("process {}", figures::gib(bytes));
     let at = pos2(plot.left() + 4.0, points.first().map_or(last.y, |p| p.y.min(last.y)) - 4.0);
     text(painter, at, Align2::LEFT_BOTTOM, &words, fonts::small(), theme.t2, 120.0);
+}
+
+/// The peak so far, dashed: what a step keeps for its backward pass is gone at its end, where the areas are taken.
+fn peak_line(painter: &Painter, theme: &Theme, plot: Rect, peak_bytes: u64, y_of: &dyn Fn(f64) -> f32) {
+    let y = painter.round_to_pixel_center(y_of(peak_bytes as f64 / GIB));
+    let ends = [pos2(plot.left(), y), pos2(plot.right(), y)];
+    painter.extend(Shape::dashed_line(&ends, Stroke::new(1.0, theme.t2), 6.0, 4.0));
+    let words = format!("peak within a step {}", figures::gib(peak_bytes));
+    text(painter, pos2(plot.left() + 4.0, y - 2.0), Align2::LEFT_BOTTOM, &words, fonts::small(), theme.t2, 160.0);
 }
 
 fn table(ui: &mut Ui, rect: Rect, report: &MemoryReport, machine: Option<&Machine>) {
