@@ -123,7 +123,7 @@ fn wrong_fields_say_why_and_start_is_off() {
     wait_for(&mut harness, "the preview", can_start);
     fill(&mut harness, "Rank", "0");
     harness.get_by_label("it must be at least 1; 8, 16 or 32 are usual");
-    harness.get_by_label("r: it must be at least 1; 8, 16 or 32 are usual");
+    harness.get_by_label("Rank: it must be at least 1; 8, 16 or 32 are usual");
     assert!(!can_start(&harness));
     fill(&mut harness, "Rank", "8");
     assert!(can_start(&harness));

@@ -84,6 +84,14 @@ impl Jobs {
         });
     }
 
+    /// Forgets the preview, which holds the whole dataset; it is made again when the screen is shown.
+    pub fn let_go(&mut self) {
+        self.preview.again();
+        self.preview.result.clear();
+        self.pack.again();
+        self.pack.result.clear();
+    }
+
     /// Takes over what is ready.
     pub fn poll(&mut self) {
         self.models.poll();

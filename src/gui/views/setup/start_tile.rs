@@ -11,6 +11,7 @@ use crate::gui::views::{Request, ViewContext};
 use crate::gui::widgets::{Button, Stat, Tile, label};
 use crate::gui::{figures, fonts, icons};
 use crate::session::config::RunConfig;
+use crate::session::run_folder;
 use crate::session::{DeviceChoice, MethodKind};
 
 /// Height that the tile needs.
@@ -35,13 +36,13 @@ impl SetupView {
             |ui| {
                 ui.spacing_mut().item_spacing = vec2(8.0, 8.0);
                 self.start_figures(ui, config);
-                let hint = "made from the model and the data";
+                let hint = run_folder::run_name(config);
                 let named = field(ui, "Name", &mut self.form.name, ui.available_width(), "", None);
-                if self.form.name.is_empty() {
+                if self.form.name.is_empty() && !self.form.model.is_empty() && !self.form.data.is_empty() {
                     let at = egui::pos2(named.rect.left() + 8.0, named.rect.center().y);
                     let theme = Theme::of(ui);
                     let anchor = egui::Align2::LEFT_CENTER;
-                    crate::gui::widgets::text(ui.painter(), at, anchor, hint, fonts::body(), theme.t3, 280.0);
+                    crate::gui::widgets::text(ui.painter(), at, anchor, &hint, fonts::body(), theme.t3, 280.0);
                 }
                 let button_height = 36.0 + 8.0;
                 let notes = ui.available_height() - button_height;
@@ -110,12 +111,10 @@ impl SetupView {
     /// Why training cannot start; `None` when it can.
     pub(super) fn obstacle(&self, problems: &[Problem], training: bool) -> Option<String> {
         if let Some(problem) = problems.first() {
-            let field = problem.field.rsplit('.').next().unwrap_or_default();
-            let words = match problem.field.as_str() {
-                "model.path" | "data.path" => problem.message.clone(),
-                _ => format!("{field}: {}", problem.message),
-            };
-            return Some(words);
+            return Some(match caption(&problem.field) {
+                "" => problem.message.clone(),
+                caption => format!("{caption}: {}", problem.message),
+            });
         }
         if training {
             return Some("a run is training; stop it first".into());
@@ -156,8 +155,30 @@ impl SetupView {
             }
             if response.clicked() {
                 self.remember(config, context);
+                // The run reads the data for itself; both need not be in memory.
+                self.jobs.let_go();
                 context.ask(Request::StartRun(Box::new(config.clone())));
             }
         });
+    }
+}
+
+/// What the screen calls a field of `run.toml`; empty where the message says enough.
+fn caption(field: &str) -> &str {
+    match field {
+        "model.path" | "data.path" | "method.target_modules" => "",
+        "data.prompt" => "The user says",
+        "data.completion" => "The assistant answers",
+        "data.eval_fraction" => "Held out",
+        "method.r" => "Rank",
+        "method.lora_alpha" => "Alpha",
+        "method.lora_dropout" => "Dropout",
+        "optimizer.lr" => "Learning rate",
+        "optimizer.warmup_steps" => "Warm-up",
+        "packing.pack_len" => "Tokens per pack",
+        "train.grad_accum_steps" => "Packs per step",
+        "train.epochs" => "Epochs",
+        "train.max_steps" => "Steps",
+        other => other,
     }
 }
