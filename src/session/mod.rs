@@ -17,6 +17,12 @@ pub mod starter;
 pub mod store;
 pub mod training_data;
 
+/// The tiny model that integration tests use, for unit tests.
+#[cfg(test)]
+#[path = "../../tests/support/mod.rs"]
+#[allow(dead_code)]
+mod support;
+
 pub use crate::data::options::{LayoutChoice, Overlong, TrainOn};
 pub use crate::tensor::memory::{CategoryBytes, MemoryCategory, MemoryReport};
 pub use crate::tensor::phase::{LaneKind, Pass, Phase, PhaseTime, Span};

@@ -2,13 +2,10 @@
 
 use super::*;
 use crate::model::transformer::Transformer;
+use crate::session::support;
 use crate::tensor::device::Device;
 use crate::train::config::{Activations, OptimizerConfig, Precision};
 use crate::train::trainer::{Trainer, TrainerSetup};
-
-#[path = "../../../tests/support/mod.rs"]
-#[allow(dead_code)]
-mod support;
 
 #[test]
 fn a_model_folder_tells_its_shape_and_tokens() {

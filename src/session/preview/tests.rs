@@ -4,10 +4,7 @@ use std::path::Path;
 
 use super::*;
 use crate::data::options::TrainOn;
-
-#[path = "../../../tests/support/mod.rs"]
-#[allow(dead_code)]
-mod support;
+use crate::session::support;
 
 fn config(folder: &Path, rows: &str) -> RunConfig {
     let data = folder.join("data set.jsonl");
