@@ -96,7 +96,6 @@ pub const TO_TEST: &[Need] = &[
         ["xvfb", "xorg-x11-server-Xvfb", "xorg-server-xvfb", "xorg-x11-server-Xvfb"],
     ),
     need("a keyboard and mouse for it", Program("xdotool"), ["xdotool", "xdotool", "xdotool", "xdotool"]),
-    need("a camera for it", Program("import"), ["imagemagick", "ImageMagick", "imagemagick", "ImageMagick"]),
 ];
 
 impl Need {
