@@ -2,7 +2,18 @@
 #pragma once
 
 #include <cuda_bf16.h>
+
+// NVRTC has no <stdint.h> without a host compiler.
+#ifdef __CUDACC_RTC__
+using int32_t = int;
+using uint32_t = unsigned int;
+using int64_t = long long;
+using uint64_t = unsigned long long;
+#define INFINITY __int_as_float(0x7f800000)
+#else
+#include <math_constants.h>
 #include <stdint.h>
+#endif
 
 using bf16 = __nv_bfloat16;
 using bf162 = __nv_bfloat162;
