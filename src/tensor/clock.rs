@@ -1,16 +1,27 @@
-//! The phase clock of the CPU engine: which part of a step the time went to.
+//! The phase clock: which part of a step the time went to, by the host's clock (CPU) or by device events (GPU).
 //!
 //! One thread drives a step, so phases form a stack; the outermost one claims the time (a forward pass inside `recompute` is recompute).
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use super::cuda::{EventClock, Mark};
 use super::phase::{LaneKind, Pass, Phase, PhaseTime, Span};
 
-/// Collects the phases of one step.
+/// Collects the phases of one step: by the host's clock, or by events of a device.
 #[derive(Debug, Default)]
 pub struct PhaseClock {
     state: Mutex<State>,
+}
+
+/// A span on the device whose times are read when the step has ended.
+#[derive(Debug, Clone, Copy)]
+struct Pending {
+    phase: Phase,
+    pass: Pass,
+    layer: Option<u32>,
+    from: Mark,
+    to: Mark,
 }
 
 #[derive(Debug, Default)]
@@ -21,6 +32,9 @@ struct State {
     /// Milliseconds by phase and pass; `None` until something was booked.
     totals: [[Option<f64>; 3]; Phase::ALL.len()],
     spans: Vec<Span>,
+    events: Option<EventClock>,
+    origin: Option<Mark>,
+    pending: Vec<Pending>,
 }
 
 /// The phases of a finished step.
@@ -35,16 +49,29 @@ pub struct StepTimes {
 }
 
 impl PhaseClock {
+    /// A clock that reads a device's events.
+    pub fn on_device(events: EventClock) -> Self {
+        Self { state: Mutex::new(State { events: Some(events), ..State::default() }) }
+    }
+
     /// Starts a step.
     pub fn begin_step(&self, record_spans: bool) {
-        *self.lock() = State { start: Some(Instant::now()), record_spans, ..State::default() };
+        let mut state = self.lock();
+        let mut events = state.events.take();
+        let origin = events.as_mut().and_then(|events| {
+            events.reset();
+            events.mark()
+        });
+        *state = State { start: Some(Instant::now()), record_spans, events, origin, ..State::default() };
     }
 
     /// Books the time until the guard is dropped on `phase`, unless an outer phase already claims it.
     pub fn enter(&self, phase: Phase, pass: Pass, layer: Option<u32>) -> PhaseGuard<'_> {
         let mut state = self.lock();
         state.depth += 1;
-        PhaseGuard { clock: self, phase, pass, layer, start: (state.depth == 1).then(Instant::now) }
+        let outermost = state.depth == 1;
+        let mark = if outermost { state.events.as_mut().and_then(EventClock::mark) } else { None };
+        PhaseGuard { clock: self, phase, pass, layer, start: outermost.then(Instant::now), mark }
     }
 
     /// Books time that passed before the step began, for example waiting for data.
@@ -53,10 +80,13 @@ impl PhaseClock {
         *state.totals[phase as usize][pass as usize].get_or_insert(0.0) += ms;
     }
 
-    /// Ends the step.
+    /// Ends the step. With a device the caller has waited for it.
     pub fn end_step(&self) -> StepTimes {
-        let state = std::mem::take(&mut *self.lock());
+        let mut guard = self.lock();
+        let mut state = std::mem::take(&mut *guard);
+        state.read_events();
         let step_ms = state.start.map_or(0.0, |start| start.elapsed().as_secs_f64() * 1e3);
+        guard.events = state.events.take();
         let phases = Phase::ALL
             .into_iter()
             .map(|phase| {
@@ -72,6 +102,26 @@ impl PhaseClock {
     }
 }
 
+impl State {
+    fn add(&mut self, phase: Phase, pass: Pass, layer: Option<u32>, start_ms: f64, ms: f64) {
+        *self.totals[phase as usize][pass as usize].get_or_insert(0.0) += ms;
+        if self.record_spans {
+            self.spans.push(Span { lane: LaneKind::Compute, phase, pass, layer, start_ms, end_ms: start_ms + ms });
+        }
+    }
+
+    /// Turns pending event pairs into times.
+    fn read_events(&mut self) {
+        let (Some(events), Some(origin)) = (self.events.take(), self.origin) else { return };
+        for Pending { phase, pass, layer, from, to } in std::mem::take(&mut self.pending) {
+            if let (Some(start_ms), Some(ms)) = (events.elapsed_ms(origin, from), events.elapsed_ms(from, to)) {
+                self.add(phase, pass, layer, start_ms, ms);
+            }
+        }
+        self.events = Some(events);
+    }
+}
+
 /// Open phase; dropping it books the time.
 #[derive(Debug)]
 pub struct PhaseGuard<'a> {
@@ -80,6 +130,7 @@ pub struct PhaseGuard<'a> {
     pass: Pass,
     layer: Option<u32>,
     start: Option<Instant>,
+    mark: Option<Mark>,
 }
 
 impl Drop for PhaseGuard<'_> {
@@ -87,20 +138,17 @@ impl Drop for PhaseGuard<'_> {
         let mut state = self.clock.lock();
         state.depth -= 1;
         let Some(start) = self.start else { return };
-        let end = Instant::now();
-        let ms = (end - start).as_secs_f64() * 1e3;
-        *state.totals[self.phase as usize][self.pass as usize].get_or_insert(0.0) += ms;
-        if let (true, Some(origin)) = (state.record_spans, state.start) {
-            let start_ms = start.saturating_duration_since(origin).as_secs_f64() * 1e3;
-            state.spans.push(Span {
-                lane: LaneKind::Compute,
-                phase: self.phase,
-                pass: self.pass,
-                layer: self.layer,
-                start_ms,
-                end_ms: start_ms + ms,
-            });
+        let Self { phase, pass, layer, .. } = *self;
+        if state.events.is_some() {
+            let to = state.events.as_mut().and_then(EventClock::mark);
+            if let Some((from, to)) = self.mark.zip(to) {
+                state.pending.push(Pending { phase, pass, layer, from, to });
+            }
+            return;
         }
+        let ms = start.elapsed().as_secs_f64() * 1e3;
+        let start_ms = state.start.map_or(0.0, |origin| start.saturating_duration_since(origin).as_secs_f64() * 1e3);
+        state.add(phase, pass, layer, start_ms, ms);
     }
 }
 

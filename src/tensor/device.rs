@@ -5,10 +5,11 @@ use std::sync::Arc;
 use anyhow::Context as _;
 
 use super::clock::PhaseClock;
-use super::dtype::Precision;
+use super::cuda::{CudaDevice, EventClock};
+use super::dtype::{DType, Precision};
 use super::memory::{Ledger, MemoryCategory, MemoryReport};
 use super::pool::CpuPool;
-use super::storage::{Indices, Tensor, is_pooled};
+use super::storage::{IndexStorage, Indices, Storage, Tensor, is_pooled};
 use crate::base::error::{NoDevice, Result};
 
 /// A device to train on. Cheap to clone: clones share memory accounting and clock.
@@ -17,7 +18,7 @@ pub enum Device {
     /// The host's cores.
     Cpu(CpuDevice),
     /// An NVIDIA GPU.
-    Cuda(CudaDevice),
+    Cuda(Gpu),
 }
 
 /// The host's cores, used through one pool of named threads.
@@ -26,9 +27,20 @@ pub struct CpuDevice {
     inner: Arc<CpuInner>,
 }
 
-/// An NVIDIA GPU. This build has no CUDA engine, so no value of this type exists.
-#[derive(Debug, Clone, Copy)]
-pub enum CudaDevice {}
+/// An NVIDIA GPU with its phase clock.
+#[derive(Debug, Clone)]
+pub struct Gpu {
+    device: CudaDevice,
+    clock: Arc<PhaseClock>,
+}
+
+impl std::ops::Deref for Gpu {
+    type Target = CudaDevice;
+
+    fn deref(&self) -> &CudaDevice {
+        &self.device
+    }
+}
 
 #[derive(Debug)]
 struct CpuInner {
@@ -61,12 +73,14 @@ impl Device {
         }))
     }
 
-    /// An NVIDIA GPU.
+    /// The first NVIDIA GPU. `vram_limit_bytes` bounds what the process may hold on the card.
     ///
     /// # Errors
-    /// Always, with the reason: this build has no CUDA engine.
-    pub fn cuda() -> Result<Self, NoDevice> {
-        Err(NoDevice { device: "cuda", reason: "this build of Tandem has no CUDA engine".into() })
+    /// With the reason: no driver, no GPU, a card or a driver that is too old, or no kernels in this build.
+    pub fn cuda(vram_limit_bytes: Option<u64>) -> Result<Self, NoDevice> {
+        let device = CudaDevice::new(vram_limit_bytes)?;
+        let clock = Arc::new(PhaseClock::on_device(EventClock::new(device.clone())));
+        Ok(Self::Cuda(Gpu { device, clock }))
     }
 
     /// The device in words: `CPU, 8 threads, f32`.
@@ -82,7 +96,11 @@ impl Device {
                     n => format!("CPU, {n} threads, {precision}"),
                 }
             }
-            Self::Cuda(cuda) => match *cuda {},
+            Self::Cuda(gpu) => {
+                let facts = gpu.facts();
+                let (major, minor) = facts.compute_capability;
+                format!("{}, sm_{major}{minor}, {}", facts.name, crate::base::units::bytes(facts.vram_bytes))
+            }
         }
     }
 
@@ -90,7 +108,10 @@ impl Device {
     pub fn run<R: Send>(&self, work: impl FnOnce() -> R + Send) -> R {
         match self {
             Self::Cpu(cpu) => cpu.inner.threads.install(work),
-            Self::Cuda(cuda) => match *cuda {},
+            Self::Cuda(gpu) => {
+                gpu.bind();
+                work()
+            }
         }
     }
 
@@ -98,7 +119,7 @@ impl Device {
     pub fn clock(&self) -> &PhaseClock {
         match self {
             Self::Cpu(cpu) => &cpu.inner.clock,
-            Self::Cuda(cuda) => match *cuda {},
+            Self::Cuda(gpu) => &gpu.clock,
         }
     }
 
@@ -106,7 +127,7 @@ impl Device {
     pub fn precision(&self) -> Precision {
         match self {
             Self::Cpu(cpu) => cpu.precision(),
-            Self::Cuda(cuda) => match *cuda {},
+            Self::Cuda(_) => Precision::Bf16,
         }
     }
 
@@ -114,7 +135,7 @@ impl Device {
     pub fn memory(&self) -> MemoryReport {
         match self {
             Self::Cpu(cpu) => cpu.inner.ledger.report(),
-            Self::Cuda(cuda) => match *cuda {},
+            Self::Cuda(gpu) => gpu.ledger().report(),
         }
     }
 
@@ -122,54 +143,108 @@ impl Device {
     pub fn trim(&self) {
         match self {
             Self::Cpu(cpu) => cpu.inner.pool.clear(),
-            Self::Cuda(cuda) => match *cuda {},
+            Self::Cuda(gpu) => gpu.trim(),
         }
     }
 
-    /// A tensor whose values are not set: whoever asks for it writes every one. Debug builds fill it with NaN.
+    /// Format of activations and weights: f32 on the CPU, bf16 on a GPU.
+    pub fn dtype(&self) -> DType {
+        match self {
+            Self::Cpu(_) => DType::F32,
+            Self::Cuda(_) => DType::Bf16,
+        }
+    }
+
+    /// The first error of the device since the last call. The CPU has none of its own.
+    ///
+    /// # Errors
+    /// What a GPU latched: an out-of-memory, a failed launch.
+    pub fn check(&self) -> Result<()> {
+        match self {
+            Self::Cpu(_) => Ok(()),
+            Self::Cuda(gpu) => gpu.check(),
+        }
+    }
+
+    /// A tensor in the device's format whose values are not set: whoever asks for it writes every one. Debug builds of the CPU engine fill it
+    /// with NaN.
     pub fn empty(&self, category: MemoryCategory, shape: &[usize]) -> Tensor {
+        self.alloc(category, shape, self.dtype(), false)
+    }
+
+    /// As [`Self::empty`], in f32 on every device.
+    pub fn empty_f32(&self, category: MemoryCategory, shape: &[usize]) -> Tensor {
+        self.alloc(category, shape, DType::F32, false)
+    }
+
+    /// A tensor of zeros in the device's format.
+    pub fn zeros(&self, category: MemoryCategory, shape: &[usize]) -> Tensor {
+        self.alloc(category, shape, self.dtype(), true)
+    }
+
+    /// A tensor of zeros in f32 on every device.
+    pub fn zeros_f32(&self, category: MemoryCategory, shape: &[usize]) -> Tensor {
+        self.alloc(category, shape, DType::F32, true)
+    }
+
+    fn alloc(&self, category: MemoryCategory, shape: &[usize], dtype: DType, zero: bool) -> Tensor {
+        let len: usize = shape.iter().product();
         match self {
             Self::Cpu(cpu) => {
-                let (mut data, _) = cpu.buffer(category, shape);
-                if cfg!(debug_assertions) {
+                let (mut data, is_zero) = cpu.buffer(category, len);
+                if zero && !is_zero {
+                    data.fill(0.0);
+                } else if cfg!(debug_assertions) && !zero {
                     data.fill(f32::NAN);
                 }
                 cpu.tensor(category, shape, data)
             }
-            Self::Cuda(cuda) => match *cuda {},
-        }
-    }
-
-    /// A tensor of zeros.
-    pub fn zeros(&self, category: MemoryCategory, shape: &[usize]) -> Tensor {
-        match self {
-            Self::Cpu(cpu) => {
-                let (mut data, is_zero) = cpu.buffer(category, shape);
-                if !is_zero {
-                    data.fill(0.0);
+            Self::Cuda(gpu) => {
+                let bytes = len * dtype.num_bytes();
+                let buffer = gpu.alloc(category, bytes);
+                if zero {
+                    gpu.zero(buffer.pointer(), bytes);
                 }
-                cpu.tensor(category, shape, data)
+                Tensor::from_parts(shape, dtype, Storage::Cuda(buffer), gpu.ledger().charge(category, bytes as u64))
             }
-            Self::Cuda(cuda) => match *cuda {},
         }
     }
 
-    /// A tensor with the given values. `data.len()` must be the product of `shape`.
+    /// A tensor with the given values in the device's format. `data.len()` must be the product of `shape`.
     pub fn tensor(&self, category: MemoryCategory, shape: &[usize], data: Vec<f32>) -> Tensor {
+        self.tensor_as(category, shape, data, self.dtype())
+    }
+
+    /// As [`Self::tensor`], in f32 on every device.
+    pub fn tensor_f32(&self, category: MemoryCategory, shape: &[usize], data: Vec<f32>) -> Tensor {
+        self.tensor_as(category, shape, data, DType::F32)
+    }
+
+    fn tensor_as(&self, category: MemoryCategory, shape: &[usize], data: Vec<f32>, dtype: DType) -> Tensor {
         match self {
             Self::Cpu(cpu) => cpu.tensor(category, shape, data),
-            Self::Cuda(cuda) => match *cuda {},
+            Self::Cuda(_) => {
+                let mut tensor = self.alloc(category, shape, dtype, false);
+                tensor.set(&data);
+                tensor
+            }
         }
     }
 
     /// Integers on the device.
     pub fn indices(&self, category: MemoryCategory, data: Vec<i32>) -> Indices {
+        let (len, bytes) = (data.len(), size_of_val(data.as_slice()));
         match self {
             Self::Cpu(cpu) => {
-                let charge = cpu.inner.ledger.charge(category, size_of_val(data.as_slice()) as u64);
-                Indices::from_parts(data, charge)
+                let charge = cpu.inner.ledger.charge(category, bytes as u64);
+                Indices::from_parts(IndexStorage::Host(data), len, charge)
             }
-            Self::Cuda(cuda) => match *cuda {},
+            Self::Cuda(gpu) => {
+                let buffer = gpu.alloc(category, bytes);
+                gpu.upload(buffer.pointer(), &data);
+                let charge = gpu.ledger().charge(category, bytes as u64);
+                Indices::from_parts(IndexStorage::Cuda(buffer), len, charge)
+            }
         }
     }
 }
@@ -185,15 +260,16 @@ impl CpuDevice {
         self.inner.threads.current_num_threads()
     }
 
-    /// Room for a tensor, and whether its values are zero.
-    fn buffer(&self, category: MemoryCategory, shape: &[usize]) -> (Vec<f32>, bool) {
-        let len = shape.iter().product();
+    /// Room for `len` values, and whether they are zero.
+    fn buffer(&self, category: MemoryCategory, len: usize) -> (Vec<f32>, bool) {
         if is_pooled(category) { self.inner.pool.take(len) } else { (vec![0.0; len], true) }
     }
 
     fn tensor(&self, category: MemoryCategory, shape: &[usize], data: Vec<f32>) -> Tensor {
+        debug_assert_eq!(shape.iter().product::<usize>(), data.len());
         let charge = self.inner.ledger.charge(category, size_of_val(data.as_slice()) as u64);
-        Tensor::from_parts(shape, data, Arc::clone(&self.inner.pool), charge)
+        let storage = Storage::Host { data, pool: Arc::clone(&self.inner.pool) };
+        Tensor::from_parts(shape, DType::F32, storage, charge)
     }
 }
 
@@ -222,8 +298,10 @@ mod tests {
     }
 
     #[test]
-    fn cuda_says_why_not() {
-        let error = Device::cuda().unwrap_err();
-        assert!(error.to_string().contains("no CUDA engine"), "{error}");
+    fn without_a_gpu_the_reason_is_said() {
+        match Device::cuda(None) {
+            Ok(device) => assert!(device.describe().contains("sm_"), "{}", device.describe()),
+            Err(error) => assert!(error.reason.len() > 10, "{error}"),
+        }
     }
 }

@@ -1,6 +1,7 @@
 //! Devices, tensors, memory accounting by category, copy lanes and events, phase clock.
 
 pub mod clock;
+pub mod cuda;
 pub mod device;
 pub mod dtype;
 pub mod lane;
@@ -10,7 +11,7 @@ pub mod phase;
 mod pool;
 mod storage;
 
-pub use device::{CpuDevice, CudaDevice, Device};
-pub use dtype::Precision;
+pub use device::{CpuDevice, Device, Gpu};
+pub use dtype::{DType, Precision};
 pub use memory::MemoryCategory;
 pub use storage::{Indices, Tensor};

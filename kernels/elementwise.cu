@@ -1,0 +1,85 @@
+//! Element by element: CUDA form of src/ops/elementwise.rs.
+
+#include "common.cuh"
+
+using namespace tandem;
+
+/// z = x + y, eight values a thread; the tail value by value.
+extern "C" __global__ void __launch_bounds__(256) add(const bf16* x, const bf16* y, bf16* z, int64_t n) {
+    const int64_t first = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * 8;
+    if (first + 8 <= n) {
+        float a[8], b[8];
+        reinterpret_cast<const Bf16x8*>(x + first)->unpack(a);
+        reinterpret_cast<const Bf16x8*>(y + first)->unpack(b);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) a[j] += b[j];
+        Bf16x8 packed;
+        packed.pack(a);
+        *reinterpret_cast<Bf16x8*>(z + first) = packed;
+    } else {
+        for (int64_t i = first; i < n; ++i) z[i] = to_bf16(to_float(x[i]) + to_float(y[i]));
+    }
+}
+
+/// Every row of y [rows, width] becomes bias [width].
+extern "C" __global__ void __launch_bounds__(256) broadcast_rows(const bf16* bias, bf16* y, int64_t rows, int width) {
+    const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i < rows * width) y[i] = bias[i % width];
+}
+
+/// Sums over runs of 64 rows: partials [ceil(rows / 64), width]. Grid: (runs, ceil(width / 256)).
+extern "C" __global__ void __launch_bounds__(256) sum_rows_partials(const bf16* dy, float* partials, int64_t rows, int width) {
+    const int column = blockIdx.y * blockDim.x + threadIdx.x;
+    if (column >= width) return;
+    const int64_t first = int64_t(blockIdx.x) * 64, last = min(first + 64, rows);
+    float sum = 0.0f;
+    for (int64_t row = first; row < last; ++row) sum += to_float(dy[row * width + column]);
+    partials[int64_t(blockIdx.x) * width + column] = sum;
+}
+
+/// out [width] += Σ over the rows of partials [count, width], in order.
+extern "C" __global__ void __launch_bounds__(256) add_partials(const float* partials, float* out, int count, int width) {
+    const int column = blockIdx.x * blockDim.x + threadIdx.x;
+    if (column >= width) return;
+    float sum = 0.0f;
+    for (int i = 0; i < count; ++i) sum += partials[int64_t(i) * width + column];
+    out[column] += sum;
+}
+
+/// y [count, width] = x[rows[r], :]. One block a row.
+extern "C" __global__ void __launch_bounds__(256) gather_rows(const bf16* x, const int* rows, bf16* y, int width) {
+    const bf16* from = x + int64_t(rows[blockIdx.x]) * width;
+    bf16* to = y + int64_t(blockIdx.x) * width;
+    for (int i = threadIdx.x; i < width / 8; i += blockDim.x) {
+        reinterpret_cast<Bf16x8*>(to)[i] = reinterpret_cast<const Bf16x8*>(from)[i];
+    }
+    for (int i = width / 8 * 8 + threadIdx.x; i < width; i += blockDim.x) to[i] = from[i];
+}
+
+/// x[rows[r], :] = y [count, width]. One block a row; the rest of x was cleared before.
+extern "C" __global__ void __launch_bounds__(256) scatter_rows(const bf16* y, const int* rows, bf16* x, int width) {
+    const bf16* from = y + int64_t(blockIdx.x) * width;
+    bf16* to = x + int64_t(rows[blockIdx.x]) * width;
+    for (int i = threadIdx.x; i < width / 8; i += blockDim.x) {
+        reinterpret_cast<Bf16x8*>(to)[i] = reinterpret_cast<const Bf16x8*>(from)[i];
+    }
+    for (int i = width / 8 * 8 + threadIdx.x; i < width; i += blockDim.x) to[i] = from[i];
+}
+
+/// y = bf16(x).
+extern "C" __global__ void __launch_bounds__(256) round_to_bf16(const float* x, bf16* y, int64_t n) {
+    const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i < n) y[i] = to_bf16(x[i]);
+}
+
+/// For each distinct id, in the order of its positions: table[id] += Σ dx[position] in f32. One block an id.
+extern "C" __global__ void __launch_bounds__(256) embedding_backward(const bf16* dx, const int* order, const int* starts,
+                                                                     const int* ids, float* table, int width) {
+    const int first = starts[blockIdx.x], last = starts[blockIdx.x + 1];
+    float* to = table + int64_t(ids[blockIdx.x]) * width;
+    for (int column = threadIdx.x; column < width; column += blockDim.x) {
+        float sum = 0.0f;
+        for (int i = first; i < last; ++i) sum += to_float(dx[int64_t(order[i]) * width + column]);
+        to[column] += sum;
+    }
+}

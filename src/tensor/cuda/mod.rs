@@ -1,0 +1,422 @@
+//! The CUDA device: context, streams, arena, kernels, event clock.
+//!
+//! Nothing here panics on a machine without a driver: [`probe`] looks before any call that could. Work that fails on the device is latched:
+//! the first error is kept, everything after it is skipped, and [`CudaDevice::check`] returns it at the end of a pass. So operations need no
+//! result type, and an out-of-memory leaves the process usable.
+
+pub mod arena;
+pub mod blaslt;
+mod clock;
+pub mod images;
+pub mod probe;
+
+use std::collections::HashMap;
+use std::ffi::{CString, c_void};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use anyhow::{Context as _, anyhow};
+use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction, CUfunction_attribute};
+use cudarc::driver::{CudaContext, CudaStream, result};
+
+use super::dtype::DType;
+use super::memory::{Ledger, MemoryCategory};
+use crate::base::error::{NoDevice, OutOfMemory, Result};
+use arena::{Arena, Block};
+pub use clock::{EventClock, Mark};
+pub use probe::DeviceFacts;
+
+/// One NVIDIA GPU. Cheap to clone.
+#[derive(Clone)]
+pub struct CudaDevice {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    context: Arc<CudaContext>,
+    stream: Arc<CudaStream>,
+    facts: DeviceFacts,
+    /// Kernel functions by name, from every embedded image.
+    functions: HashMap<String, Function>,
+    arena: Arc<Arena>,
+    ledger: Arc<Ledger>,
+    latch: Mutex<Option<anyhow::Error>>,
+    failed: AtomicBool,
+    blas: Option<blaslt::BlasLt>,
+    counters: Counters,
+}
+
+/// A loaded kernel.
+#[derive(Debug, Clone, Copy)]
+struct Function(CUfunction);
+
+// SAFETY: a function handle is a name for code in a loaded module; the driver allows launches from any thread that has the context.
+unsafe impl Send for Function {}
+// SAFETY: as above; launching does not change the handle.
+unsafe impl Sync for Function {}
+
+/// What the host did to the device, counted.
+#[derive(Debug, Default)]
+pub struct Counters {
+    /// Kernels and library calls launched.
+    pub launches: AtomicU64,
+    /// Times the host waited for the device.
+    pub host_syncs: AtomicU64,
+    /// Driver allocations.
+    pub allocations: AtomicU64,
+}
+
+/// A counter reading.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct CounterValues {
+    /// Kernels and library calls launched.
+    pub launches: u64,
+    /// Times the host waited for the device.
+    pub host_syncs: u64,
+    /// Driver allocations.
+    pub allocations: u64,
+}
+
+impl std::fmt::Debug for CudaDevice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CudaDevice").field("facts", &self.inner.facts).finish_non_exhaustive()
+    }
+}
+
+/// How a kernel is laid out over the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Launch {
+    /// Blocks.
+    pub grid: [u32; 3],
+    /// Threads a block.
+    pub block: u32,
+    /// Dynamic shared memory, in bytes.
+    pub shared_bytes: u32,
+}
+
+impl Launch {
+    /// `blocks` blocks of `threads` threads, without dynamic shared memory.
+    pub fn new(blocks: usize, threads: u32) -> Self {
+        Self { grid: [blocks as u32, 1, 1], block: threads, shared_bytes: 0 }
+    }
+
+    /// One thread for each of `n` values, `per_thread` values a thread, in blocks of 256.
+    pub fn elements(n: usize, per_thread: usize) -> Self {
+        Self::new(n.div_ceil(per_thread).div_ceil(256).max(1), 256)
+    }
+}
+
+/// Device memory of a tensor: given back to the arena when dropped.
+pub struct CudaBuffer {
+    block: Option<Block>,
+    pointer: u64,
+    bytes: usize,
+    device: CudaDevice,
+}
+
+impl std::fmt::Debug for CudaBuffer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CudaBuffer").field("bytes", &self.bytes).finish_non_exhaustive()
+    }
+}
+
+impl CudaBuffer {
+    /// Device address; 0 when the allocation failed (and the device is latched).
+    pub fn pointer(&self) -> u64 {
+        self.pointer
+    }
+
+    /// Device of the memory.
+    pub fn device(&self) -> &CudaDevice {
+        &self.device
+    }
+}
+
+impl Drop for CudaBuffer {
+    fn drop(&mut self) {
+        if let Some(block) = self.block.take() {
+            // Reuse is ordered by the one compute stream that all work runs on.
+            self.device.inner.arena.free(block);
+        }
+    }
+}
+
+impl CudaDevice {
+    /// The first usable GPU.
+    ///
+    /// # Errors
+    /// [`NoDevice`] with the reason: no driver, driver too old, no GPU, or no kernels for it in this build.
+    pub fn new(vram_limit_bytes: Option<u64>) -> Result<Self, NoDevice> {
+        let refuse = |reason: String| NoDevice { device: "cuda", reason };
+        probe::driver().map_err(refuse)?;
+        Self::open(vram_limit_bytes).map_err(|error| refuse(format!("{error:#}")))
+    }
+
+    fn open(vram_limit_bytes: Option<u64>) -> Result<Self> {
+        let context = CudaContext::new(0).context("the CUDA driver refused a context")?;
+        // SAFETY: every buffer of this engine is ordered by its own streams and events; cudarc's tracking is not needed.
+        unsafe { context.disable_event_tracking() };
+        let facts = probe::facts(&context)?;
+        let stream = context.new_stream().context("the CUDA driver refused a stream")?;
+        let functions = load_functions(&context, &facts)?;
+        let blas = blaslt::BlasLt::new(&context, &facts)?;
+        let arena = Arc::new(Arena::new(Arc::clone(&context), vram_limit_bytes));
+        Ok(Self {
+            inner: Arc::new(Inner {
+                context,
+                stream,
+                facts,
+                functions,
+                arena,
+                ledger: Arc::default(),
+                latch: Mutex::default(),
+                failed: AtomicBool::new(false),
+                blas,
+                counters: Counters::default(),
+            }),
+        })
+    }
+
+    /// Facts about the card.
+    pub fn facts(&self) -> &DeviceFacts {
+        &self.inner.facts
+    }
+
+    /// The vendor's matrix library, where it was found and is allowed.
+    pub fn blas(&self) -> Option<&blaslt::BlasLt> {
+        self.inner.blas.as_ref()
+    }
+
+    /// The stream that all compute runs on.
+    pub fn stream(&self) -> &CudaStream {
+        &self.inner.stream
+    }
+
+    /// Memory accounting.
+    pub fn ledger(&self) -> &Arc<Ledger> {
+        &self.inner.ledger
+    }
+
+    /// Context of the device.
+    pub(super) fn context(&self) -> &Arc<CudaContext> {
+        &self.inner.context
+    }
+
+    /// Bytes the driver says are in use on the card, by everybody.
+    pub fn driver_used_bytes(&self) -> Option<u64> {
+        self.inner.context.bind_to_thread().ok()?;
+        let (free, total) = result::mem_get_info().ok()?;
+        Some((total - free) as u64)
+    }
+
+    /// The counters as they stand, allocations by the arena included.
+    pub fn counters(&self) -> CounterValues {
+        let Counters { launches, host_syncs, allocations } = &self.inner.counters;
+        CounterValues {
+            launches: launches.load(Ordering::Relaxed),
+            host_syncs: host_syncs.load(Ordering::Relaxed),
+            allocations: allocations.load(Ordering::Relaxed) + self.inner.arena.num_allocations(),
+        }
+    }
+
+    /// Counts one launch that was not made through [`Self::launch`].
+    pub fn count_launch(&self) {
+        self.inner.counters.launches.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Makes the context current on this thread.
+    pub fn bind(&self) {
+        if let Err(error) = self.inner.context.bind_to_thread() {
+            self.latch(anyhow!(error).context("the CUDA context could not be used on this thread"));
+        }
+    }
+
+    /// Memory for `bytes` bytes. On failure the device is latched with [`OutOfMemory`] and the buffer's address is 0.
+    pub fn alloc(&self, category: MemoryCategory, bytes: usize) -> CudaBuffer {
+        let empty = |device: &Self| CudaBuffer { block: None, pointer: 0, bytes, device: device.clone() };
+        if bytes == 0 || self.has_failed() {
+            return empty(self);
+        }
+        match self.inner.arena.alloc(bytes) {
+            Ok(block) => {
+                CudaBuffer { pointer: block.pointer(), block: Some(block), bytes, device: self.clone() }
+            }
+            Err(free_bytes) => {
+                let error = OutOfMemory { wanted_bytes: bytes as u64, free_bytes, category: category.name() };
+                self.latch(error.into());
+                empty(self)
+            }
+        }
+    }
+
+    /// Launches kernel `name` on the compute stream. `args` point to the kernel's arguments in order.
+    pub fn launch(&self, name: &str, launch: Launch, args: &mut [*mut c_void]) {
+        if self.has_failed() || launch.grid.contains(&0) {
+            return;
+        }
+        let Some(function) = self.inner.functions.get(name) else {
+            self.latch(anyhow!("this build has no kernel {name}; `cargo xtask kernels` builds them"));
+            return;
+        };
+        self.count_launch();
+        let [x, y, z] = launch.grid;
+        // SAFETY: the caller passes the arguments that the kernel's signature asks for (checked by the operation tests), and the
+        // buffers behind them live until the stream has passed this launch, because the arena reuses memory in stream order.
+        let status = unsafe {
+            sys::cuLaunchKernel(
+                function.0,
+                x,
+                y,
+                z,
+                launch.block,
+                1,
+                1,
+                launch.shared_bytes,
+                self.inner.stream.cu_stream(),
+                args.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        };
+        if let Err(error) = status.result() {
+            self.latch(anyhow!(error).context(format!("launching {name} with {launch:?}")));
+        }
+    }
+
+    /// Lets kernel `name` use up to `bytes` of dynamic shared memory.
+    pub fn allow_shared_bytes(&self, name: &str, bytes: u32) {
+        let Some(function) = self.inner.functions.get(name) else { return };
+        let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        // SAFETY: the handle belongs to a module that lives as long as the context.
+        let status = unsafe { sys::cuFuncSetAttribute(function.0, attribute, bytes as i32) };
+        if let Err(error) = status.result() {
+            self.latch(anyhow!(error).context(format!("{bytes} bytes of shared memory for {name}")));
+        }
+    }
+
+    /// Fills `bytes` bytes at `pointer` with zeros, in stream order.
+    pub fn zero(&self, pointer: u64, bytes: usize) {
+        if bytes == 0 || self.has_failed() {
+            return;
+        }
+        self.count_launch();
+        // SAFETY: the caller owns the buffer.
+        let status = unsafe { result::memset_d8_async(pointer, 0, bytes, self.inner.stream.cu_stream()) };
+        self.latch_result(status, "clearing memory");
+    }
+
+    /// Copies host values to the device, in stream order; returns when the host's slice may change.
+    pub fn upload<T: Copy>(&self, pointer: u64, values: &[T]) {
+        if values.is_empty() || self.has_failed() {
+            return;
+        }
+        // SAFETY: pageable memory is staged before the call returns; the destination is owned by the caller.
+        let status = unsafe { result::memcpy_htod_async(pointer, values, self.inner.stream.cu_stream()) };
+        self.latch_result(status, "copying to the device");
+    }
+
+    /// Copies within the device, in stream order.
+    pub fn copy(&self, from: u64, to: u64, bytes: usize) {
+        if bytes == 0 || self.has_failed() {
+            return;
+        }
+        self.count_launch();
+        // SAFETY: both ranges are owned by the caller and do not overlap.
+        let status = unsafe { result::memcpy_dtod_async(to, from, bytes, self.inner.stream.cu_stream()) };
+        self.latch_result(status, "copying on the device");
+    }
+
+    /// Copies device values to the host and waits for them: a host sync.
+    pub fn download<T: Copy + Default>(&self, pointer: u64, len: usize) -> Vec<T> {
+        let mut values = vec![T::default(); len];
+        if len > 0 && !self.has_failed() {
+            // SAFETY: the destination lives until the synchronization below.
+            let status = unsafe { result::memcpy_dtoh_async(&mut values, pointer, self.inner.stream.cu_stream()) };
+            self.latch_result(status, "copying to the host");
+            self.synchronize();
+        }
+        values
+    }
+
+    /// Waits until the device has done everything: a host sync.
+    pub fn synchronize(&self) {
+        self.inner.counters.host_syncs.fetch_add(1, Ordering::Relaxed);
+        self.latch_result(self.inner.stream.synchronize(), "waiting for the device");
+    }
+
+    /// The first error since the last check, if any. Clears it: after an out-of-memory the device is usable again.
+    ///
+    /// # Errors
+    /// The error that was latched.
+    pub fn check(&self) -> Result<()> {
+        let error = self.lock().take();
+        self.inner.failed.store(false, Ordering::Relaxed);
+        error.map_or(Ok(()), Err)
+    }
+
+    /// Gives memory that no tensor uses back to the driver.
+    pub fn trim(&self) {
+        self.synchronize();
+        self.inner.arena.trim();
+    }
+
+    pub(super) fn latch_result<T, E: Into<anyhow::Error>>(&self, result: Result<T, E>, what: &'static str) -> Option<T> {
+        result.map_err(|error| self.latch(error.into().context(what))).ok()
+    }
+
+    fn latch(&self, error: anyhow::Error) {
+        let mut latch = self.lock();
+        if latch.is_none() {
+            *latch = Some(error);
+        }
+        self.inner.failed.store(true, Ordering::Relaxed);
+    }
+
+    fn has_failed(&self) -> bool {
+        self.inner.failed.load(Ordering::Relaxed)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<anyhow::Error>> {
+        self.inner.latch.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Loads every embedded image and looks up the kernels that it names.
+fn load_functions(context: &Arc<CudaContext>, facts: &DeviceFacts) -> Result<HashMap<String, Function>> {
+    let mut functions = HashMap::new();
+    for image in images::for_device(facts)? {
+        // SAFETY: the bytes are a complete cubin, or PTX with a final NUL, made by the kernel compiler; the module is never unloaded,
+        // so the functions live as long as the process.
+        let module = unsafe { result::module::load_data(image.bytes.as_ptr().cast()) };
+        let module = module.with_context(|| format!("the driver refused the kernels of {} for {}", image.name, image.target))?;
+        for kernel in &image.kernels {
+            let name = CString::new(kernel.as_str()).context("a kernel name with a NUL")?;
+            // SAFETY: the module was just loaded.
+            let function = unsafe { result::module::get_function(module, name) };
+            let function = function.with_context(|| format!("kernel {kernel} is missing in the image of {}", image.name))?;
+            functions.insert(kernel.clone(), Function(function));
+        }
+    }
+    context.check_err().context("loading kernels")?;
+    Ok(functions)
+}
+
+/// Shared memory that one block may ask for on this card, in bytes.
+pub(crate) fn max_shared_bytes(context: &CudaContext) -> Result<u32> {
+    let attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
+    Ok(context.attribute(attribute).context("asking for the shared memory limit")? as u32)
+}
+
+/// Device addresses and sizes as kernel arguments: `args![pointer, n, eps]` makes the array that [`CudaDevice::launch`] takes.
+///
+/// Each value must have exactly the kernel parameter's type (`u64` for pointers, `i32`, `i64`, `f32`, or a `#[repr(C)]` struct).
+#[macro_export]
+macro_rules! kernel_args {
+    ($($value:expr),* $(,)?) => {
+        &mut [$(std::ptr::from_ref(&$value).cast_mut().cast::<std::ffi::c_void>()),*]
+    };
+}
+
+/// Bytes of `len` values of `dtype`.
+pub fn num_bytes(dtype: DType, len: usize) -> usize {
+    dtype.num_bytes() * len
+}
