@@ -1,6 +1,6 @@
 //! AdamW, global norm and clipping: CUDA form of src/ops/adamw.rs and src/ops/norm.rs.
 //!
-//! The clip factor and the finite flag stay on the device: `state` = {norm, clip factor, 1 when the update may happen}.
+//! The clip factor and the finite flag stay on the device: `state` = {norm, clip factor, 1 when the update may happen, loss sum}.
 
 #include "common.cuh"
 
@@ -27,6 +27,7 @@ extern "C" __global__ void __launch_bounds__(1024) clip_state(const float* parti
     const float norm = sqrtf(sum);
     state[0] = norm;
     state[1] = max_norm > 0.0f ? fminf(1.0f, max_norm / (norm + 1e-6f)) : 1.0f;
+    state[3] = loss_sum[0];
     state[2] = isfinite(norm) && isfinite(loss_sum[0]) ? 1.0f : 0.0f;
 }
 

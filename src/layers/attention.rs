@@ -76,7 +76,7 @@ impl Attention {
         let (q, q_norm) = norm_and_rotate(ctx, sequences, self.q_norm, q);
         let (k, k_norm) = norm_and_rotate(ctx, sequences, self.k_norm, k);
         let mut o = ctx.saved(q.shape());
-        let mut softmax_lse = ctx.saved(&[h.rows(), self.shape.num_heads]);
+        let mut softmax_lse = ctx.saved_f32(&[h.rows(), self.shape.num_heads]);
         attention::forward(ctx.device, &self.shape, sequences.tiles, &q, &k, &v, &mut o, &mut softmax_lse);
         let o_proj = self.o_proj.forward(ctx, &o, y);
         AttentionSaved { q, k, v, o, softmax_lse, q_norm, k_norm, q_proj, k_proj, v_proj, o_proj }

@@ -15,7 +15,7 @@ pub struct Embedding {
 impl Embedding {
     /// `input_ids` [T] → `x` [T, hidden].
     pub fn forward(&self, ctx: &Context<'_>, input_ids: &Indices) -> Tensor {
-        let table = ctx.params.value(self.weight);
+        let table = ctx.params.operand(self.weight);
         let mut x = ctx.saved(&[input_ids.len(), table.cols()]);
         embedding::forward(ctx.device, table, input_ids, &mut x);
         x

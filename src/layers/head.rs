@@ -26,25 +26,23 @@ pub struct Supervised<'a> {
     /// Their numbers in the batch [R].
     pub rows: &'a Indices,
     /// Their targets [R].
-    pub targets: &'a [i32],
+    pub targets: &'a Indices,
 }
 
 impl Head {
-    /// Loss of each supervised row [R] in nats, without gradients.
-    pub fn losses(&self, ctx: &Context<'_>, x: &Tensor, supervised: Supervised<'_>) -> Vec<f32> {
+    /// Loss of each supervised row [R] in nats, f32, without gradients.
+    pub fn losses(&self, ctx: &Context<'_>, x: &Tensor, supervised: Supervised<'_>) -> Tensor {
         let x = gather(ctx, x, supervised.rows);
         let mut h = ctx.scratch(x.shape());
         self.norm.forward(ctx, &x, &mut h);
-        let mut losses = vec![0.0; supervised.targets.len()];
+        let mut losses = ctx.device.empty_f32(MemoryCategory::Workspace, &[supervised.targets.len()]);
         self.for_each_chunk(ctx, &h, |first, _, mut logits| {
-            let range = first..first + logits.rows();
-            let (targets, losses) = (&supervised.targets[range.clone()], &mut losses[range]);
-            cross_entropy::forward_backward_in_place(ctx.device, &mut logits, targets, None, losses);
+            self.cross_entropy(ctx, &mut logits, supervised, first, None, &mut losses);
         });
         losses
     }
 
-    /// Sum of the losses of the supervised rows, and its gradient times `weight`: `dx` [T, hidden] assigned, parameters accumulate.
+    /// Losses of the supervised rows [R], and the gradient of their sum times `weight`: `dx` [T, hidden] assigned, parameters accumulate.
     pub fn forward_backward(
         &self,
         ctx: &Context<'_>,
@@ -52,22 +50,19 @@ impl Head {
         x: &Tensor,
         supervised: Supervised<'_>,
         weight: f32,
-    ) -> (f64, Tensor) {
+    ) -> (Tensor, Tensor) {
         let mut dx = ctx.scratch(x.shape());
         let x = gather(ctx, x, supervised.rows);
         let mut h = ctx.scratch(x.shape());
         let rstd = self.norm.forward(ctx, &x, &mut h);
         let mut dh = ctx.scratch(x.shape());
-        let mut losses = vec![0.0; supervised.targets.len()];
+        let mut losses = ctx.device.empty_f32(MemoryCategory::Workspace, &[supervised.targets.len()]);
         self.for_each_chunk(ctx, &h, |first, h_chunk, mut logits| {
-            let rows = logits.rows();
-            let (targets, losses) = (&supervised.targets[first..first + rows], &mut losses[first..first + rows]);
-            cross_entropy::forward_backward_in_place(ctx.device, &mut logits, targets, Some(weight), losses);
+            self.cross_entropy(ctx, &mut logits, supervised, first, Some(weight), &mut losses);
             let mut dh_chunk = ctx.scratch(h_chunk.shape());
-            matmul::nn(ctx.device, 1.0, &logits, ctx.params.value(self.weight), 0.0, &mut dh_chunk);
+            matmul::nn(ctx.device, 1.0, &logits, ctx.params.operand(self.weight), 0.0, &mut dh_chunk);
             elementwise::round(ctx.device, &mut dh_chunk);
-            let width = dh.cols();
-            dh.f32s_mut()[first * width..][..rows * width].copy_from_slice(dh_chunk.f32s());
+            elementwise::copy_rows(ctx.device, &dh_chunk, 0, &mut dh, first, h_chunk.rows());
             if let Some(dweight) = grads.get_mut(self.weight) {
                 matmul::tn(ctx.device, 1.0, &logits, h_chunk, 1.0, dweight);
             }
@@ -75,7 +70,21 @@ impl Head {
         let mut dx_rows = ctx.scratch(x.shape());
         self.norm.backward(ctx, grads, &x, &rstd, &dh, false, &mut dx_rows);
         elementwise::scatter_rows(ctx.device, &dx_rows, supervised.rows, &mut dx);
-        (losses.iter().map(|&loss| f64::from(loss)).sum(), dx)
+        (losses, dx)
+    }
+
+    fn cross_entropy(
+        &self,
+        ctx: &Context<'_>,
+        logits: &mut Tensor,
+        supervised: Supervised<'_>,
+        first: usize,
+        weight: Option<f32>,
+        losses: &mut Tensor,
+    ) {
+        let vocab = ctx.params.operand(self.weight).rows();
+        let targets = supervised.targets;
+        cross_entropy::forward_backward_in_place(ctx.device, logits, vocab, targets, first, weight, losses);
     }
 
     /// Logits [R, vocabulary] of the given rows of `x`.
@@ -83,7 +92,7 @@ impl Head {
         let x = gather(ctx, x, rows);
         let mut h = ctx.scratch(x.shape());
         self.norm.forward(ctx, &x, &mut h);
-        let weight = ctx.params.value(self.weight);
+        let weight = ctx.params.operand(self.weight);
         let mut logits = ctx.device.empty(MemoryCategory::Workspace, &[h.rows(), weight.rows()]);
         matmul::nt(ctx.device, 1.0, &h, weight, 0.0, &mut logits);
         elementwise::round(ctx.device, &mut logits);
@@ -92,14 +101,14 @@ impl Head {
 
     /// Calls `f(first row, rows of h, their logits)` for runs of rows of `h` [R, hidden].
     fn for_each_chunk(&self, ctx: &Context<'_>, h: &Tensor, mut f: impl FnMut(usize, &Tensor, Tensor)) {
-        let weight = ctx.params.value(self.weight);
+        let weight = ctx.params.operand(self.weight);
         let (vocab, width) = (weight.rows(), h.cols());
         let chunk_rows = (CHUNK_VALUES / vocab).max(1);
         for first in (0..h.rows()).step_by(chunk_rows) {
             let rows = chunk_rows.min(h.rows() - first);
             let mut h_chunk = ctx.scratch(&[rows, width]);
-            h_chunk.f32s_mut().copy_from_slice(&h.f32s()[first * width..][..rows * width]);
-            let mut logits = ctx.scratch(&[rows, vocab]);
+            elementwise::copy_rows(ctx.device, h, first, &mut h_chunk, 0, rows);
+            let mut logits = ctx.scratch(&[rows, ctx.device.padded(vocab)]);
             matmul::nt(ctx.device, 1.0, &h_chunk, weight, 0.0, &mut logits);
             elementwise::round(ctx.device, &mut logits);
             f(first, &h_chunk, logits);

@@ -51,15 +51,15 @@ impl Linear {
         let Context { device, params, .. } = *ctx;
         let beta = match self.bias {
             Some(bias) => {
-                elementwise::broadcast_rows(device, params.value(bias), y);
+                elementwise::broadcast_rows(device, params.operand(bias), y);
                 1.0
             }
             None => 0.0,
         };
-        matmul::nt(device, 1.0, x, params.value(self.weight), beta, y);
+        matmul::nt(device, 1.0, x, params.operand(self.weight), beta, y);
         let saved = self.saved_only(ctx, x);
         if let (Some(lora), Some(z)) = (self.lora, &saved.z) {
-            matmul::nt(device, lora.scale, z, params.value(lora.b), 1.0, y);
+            matmul::nt(device, lora.scale, z, params.operand(lora.b), 1.0, y);
         }
         elementwise::round(device, y);
         saved
@@ -69,7 +69,7 @@ impl Linear {
     pub fn saved_only(&self, ctx: &Context<'_>, x: &Tensor) -> LinearSaved {
         let z = self.lora.map(|lora| {
             let dropped = drop_input(ctx, &lora, x);
-            let a = ctx.params.value(lora.a);
+            let a = ctx.params.operand(lora.a);
             let mut z = ctx.saved(&[x.rows(), a.rows()]);
             matmul::nt(ctx.device, 1.0, dropped.as_ref().unwrap_or(x), a, 0.0, &mut z);
             z
@@ -97,7 +97,7 @@ impl Linear {
             elementwise::sum_rows(device, dy, dbias);
         }
         let dz = self.lora.zip(saved.z.as_ref()).map(|(lora, z)| {
-            let (a, b) = (params.value(lora.a), params.value(lora.b));
+            let (a, b) = (params.operand(lora.a), params.operand(lora.b));
             if let Some(db) = grads.get_mut(lora.b) {
                 matmul::tn(device, lora.scale, dy, z, 1.0, db);
             }
@@ -110,13 +110,13 @@ impl Linear {
             (lora, dz)
         });
         let Some(dx) = dx else { return };
-        matmul::nn(device, 1.0, dy, params.value(self.weight), if accumulate { 1.0 } else { 0.0 }, dx);
+        matmul::nn(device, 1.0, dy, params.operand(self.weight), if accumulate { 1.0 } else { 0.0 }, dx);
         if let Some((lora, dz)) = dz {
             match ctx.dropout.filter(|_| lora.dropout > 0.0) {
-                None => matmul::nn(device, 1.0, &dz, params.value(lora.a), 1.0, dx),
+                None => matmul::nn(device, 1.0, &dz, params.operand(lora.a), 1.0, dx),
                 Some(state) => {
                     let mut through = ctx.scratch(&[dy.rows(), self.in_features]);
-                    matmul::nn(device, 1.0, &dz, params.value(lora.a), 0.0, &mut through);
+                    matmul::nn(device, 1.0, &dz, params.operand(lora.a), 0.0, &mut through);
                     dropout::backward_accumulate(device, state.key(lora.index), lora.dropout, &through, dx);
                 }
             }

@@ -55,4 +55,9 @@ impl Context<'_> {
     pub fn saved(&self, shape: &[usize]) -> Tensor {
         self.device.empty(MemoryCategory::Activations, shape)
     }
+
+    /// As [`Self::saved`], in f32 on every device: statistics of rows.
+    pub fn saved_f32(&self, shape: &[usize]) -> Tensor {
+        self.device.empty_f32(MemoryCategory::Activations, shape)
+    }
 }

@@ -19,8 +19,8 @@ pub struct RmsNorm {
 impl RmsNorm {
     /// `x` → `y`, same shape, and `rstd` [values / width] for the backward pass.
     pub fn forward(&self, ctx: &Context<'_>, x: &Tensor, y: &mut Tensor) -> Tensor {
-        let mut rstd = ctx.saved(&[x.len() / self.width]);
-        rms_norm::forward(ctx.device, x, ctx.params.value(self.weight), self.eps, y, &mut rstd);
+        let mut rstd = ctx.saved_f32(&[x.len() / self.width]);
+        rms_norm::forward(ctx.device, x, ctx.params.operand(self.weight), self.eps, y, &mut rstd);
         rstd
     }
 
@@ -36,7 +36,7 @@ impl RmsNorm {
         accumulate: bool,
         dx: &mut Tensor,
     ) {
-        let (weight, dweight) = (ctx.params.value(self.weight), grads.get_mut(self.weight));
+        let (weight, dweight) = (ctx.params.operand(self.weight), grads.get_mut(self.weight));
         rms_norm::backward(ctx.device, dy, x, weight, rstd, accumulate, dx, dweight);
     }
 }

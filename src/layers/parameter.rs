@@ -1,6 +1,6 @@
 //! Parameters: names, shapes, values and gradients, in one list with one order.
 
-use crate::tensor::{Device, MemoryCategory, Tensor};
+use crate::tensor::{DType, Device, MemoryCategory, Precision, Tensor};
 
 /// Index of a parameter in its model's list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -11,10 +11,42 @@ pub struct ParamId(usize);
 pub struct Parameter {
     /// Name as in a Hugging Face checkpoint, or, for adapters, `<module>.lora_A` and `<module>.lora_B`.
     pub name: String,
-    /// Value.
+    /// Value, exact: f32 where it trains.
     pub value: Tensor,
+    /// What products read, where that is not `value` itself: a copy in the device's format.
+    pub working: Option<Tensor>,
     /// Whether the optimizer updates it.
     pub trainable: bool,
+}
+
+impl Parameter {
+    /// A base weight that does not train, in the device's format.
+    pub fn frozen(name: &str, value: Tensor) -> Self {
+        Self { name: name.into(), value, working: None, trainable: false }
+    }
+
+    /// An adapter matrix: f32, with a working copy where products read another format.
+    pub fn adapter(device: &Device, name: String, shape: &[usize], values: Vec<f32>) -> Self {
+        let copy = |values| device.tensor(MemoryCategory::Adapters, shape, values);
+        let working = (device.dtype() != DType::F32).then(|| copy(values.clone()));
+        Self { name, value: device.tensor_f32(MemoryCategory::Adapters, shape, values), working, trainable: true }
+    }
+
+    /// Makes a base weight trainable. Where products read rounded values, those become the working copy of an f32 master.
+    pub fn train(&mut self, device: &Device) {
+        if !std::mem::replace(&mut self.trainable, true) && device.precision() == Precision::Bf16 {
+            let master = device.tensor_f32(MemoryCategory::Optimizer, self.value.shape(), self.value.to_vec());
+            self.working = Some(std::mem::replace(&mut self.value, master));
+        }
+    }
+
+    /// Replaces the value, and the working copy with it.
+    pub fn set(&mut self, values: &[f32]) {
+        self.value.set(values);
+        if let Some(working) = &mut self.working {
+            working.set(values);
+        }
+    }
 }
 
 /// All parameters of a model, base weights and adapters, in the order in which they were made. The single walk over them.
@@ -28,14 +60,15 @@ impl Params {
         ParamId(self.0.len() - 1)
     }
 
-    /// Value of a parameter.
-    pub fn value(&self, id: ParamId) -> &Tensor {
-        &self.0[id.0].value
+    /// What products read of a parameter.
+    pub fn operand(&self, id: ParamId) -> &Tensor {
+        let Parameter { value, working, .. } = &self.0[id.0];
+        working.as_ref().unwrap_or(value)
     }
 
-    /// Value of a parameter, to update.
-    pub fn value_mut(&mut self, id: ParamId) -> &mut Tensor {
-        &mut self.0[id.0].value
+    /// A parameter, to update.
+    pub fn get_mut(&mut self, id: ParamId) -> &mut Parameter {
+        &mut self.0[id.0]
     }
 
     /// Name of a parameter.
@@ -76,13 +109,13 @@ pub struct Grads(Vec<Option<Tensor>>);
 impl Grads {
     /// Zero gradients for every parameter of `params` that trains.
     pub fn new(device: &Device, params: &Params) -> Self {
-        let grad = |p: &Parameter| p.trainable.then(|| device.zeros(MemoryCategory::Gradients, p.value.shape()));
+        let grad = |p: &Parameter| p.trainable.then(|| device.zeros_f32(MemoryCategory::Gradients, p.value.shape()));
         Self(params.iter().map(|(_, p)| grad(p)).collect())
     }
 
     /// Sets every gradient to zero.
     pub fn zero(&mut self) {
-        self.0.iter_mut().flatten().for_each(|grad| grad.f32s_mut().fill(0.0));
+        self.0.iter_mut().flatten().for_each(Tensor::fill_zero);
     }
 
     /// Gradient of a parameter, if it trains.

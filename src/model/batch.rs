@@ -34,7 +34,7 @@ pub struct DeviceBatch {
     /// Numbers of the supervised rows [R].
     pub rows: Indices,
     /// Their targets [R].
-    pub targets: Vec<i32>,
+    pub targets: Indices,
     /// Positions that occur: one more than the largest.
     pub num_positions: usize,
 }
@@ -69,7 +69,7 @@ impl DeviceBatch {
             position_ids: device.indices(MemoryCategory::Metadata, position_ids.to_vec()),
             cu_seqlens: cu_seqlens.to_vec(),
             rows: device.indices(MemoryCategory::Metadata, supervised().map(|(row, _)| row as i32).collect()),
-            targets: supervised().map(|(_, &label)| label).collect(),
+            targets: device.indices(MemoryCategory::Metadata, supervised().map(|(_, &label)| label).collect()),
             num_positions,
         })
     }
@@ -89,11 +89,11 @@ pub struct SequenceMetadata {
 
 impl SequenceMetadata {
     /// Builds what the distinct `windows` of a model need for `batch`.
-    pub fn new(batch: &DeviceBatch, windows: &[Option<usize>], rope: Arc<RopeTable>) -> Self {
+    pub fn new(device: &Device, batch: &DeviceBatch, windows: &[Option<usize>], rope: Arc<RopeTable>) -> Self {
         let mut tiles: Vec<(Option<usize>, TileList)> = Vec::new();
         for &window in windows {
             if !tiles.iter().any(|(known, _)| *known == window) {
-                tiles.push((window, TileList::new(&batch.cu_seqlens, window)));
+                tiles.push((window, TileList::on_device(device, &batch.cu_seqlens, window)));
             }
         }
         Self { tiles, rope }

@@ -24,10 +24,10 @@ pub fn greedy(model: &Transformer, prompt_ids: &[i32], max_new_tokens: usize, st
         let last = [ids.len() as i32 - 1];
         let logits = model.logits(&batch, &last, &AtomicBool::new(false)).context("generation was stopped")?;
         let best = logits
-            .f32s()
-            .iter()
+            .to_vec()
+            .into_iter()
             .enumerate()
-            .fold((0, f32::NEG_INFINITY), |best, (id, &logit)| if logit > best.1 { (id, logit) } else { best });
+            .fold((0, f32::NEG_INFINITY), |best, (id, logit)| if logit > best.1 { (id, logit) } else { best });
         let id = best.0 as i32;
         if stop_ids.contains(&id) {
             break;

@@ -63,8 +63,7 @@ impl Transformer {
                 let values =
                     uniform(Philox::new(seed, INIT_STREAM + u64::from(index)), spec.r * linear.in_features, bound);
                 let mut push = |suffix: &str, shape: [usize; 2], data| {
-                    let value = self.device.tensor(MemoryCategory::Adapters, &shape, data);
-                    self.params.push(Parameter { name: format!("{name}.{suffix}"), value, trainable: true })
+                    self.params.push(Parameter::adapter(&self.device, format!("{name}.{suffix}"), &shape, data))
                 };
                 let a = push("lora_A", [spec.r, linear.in_features], values);
                 let b = push("lora_B", [linear.out_features, spec.r], vec![0.0; linear.out_features * spec.r]);
@@ -97,7 +96,7 @@ impl Transformer {
                 "{name} has shape {shape:?} in the adapter and {:?} in this run: set method.r to the adapter's",
                 parameter.value.shape()
             );
-            parameter.value.f32s_mut().copy_from_slice(data);
+            parameter.set(data);
             missing.remove(&name);
         }
         if let Some(name) = missing.first() {

@@ -21,6 +21,7 @@ use crate::layers::norm::RmsNorm;
 use crate::layers::parameter::{Grads, ParamId, Parameter, Params};
 use crate::layers::{Context, DropoutState};
 use crate::ops::attention::AttentionShape;
+use crate::ops::cross_entropy::LossSum;
 use crate::ops::rope::RopeTable;
 use crate::tensor::phase::{Pass, Phase};
 use crate::tensor::{Device, MemoryCategory, Tensor};
@@ -135,19 +136,32 @@ impl Transformer {
 
     /// Makes every base parameter trainable (full fine-tuning).
     pub fn train_everything(&mut self) {
-        self.params.iter_mut().for_each(|(_, p)| p.trainable = true);
+        let device = self.device.clone();
+        self.params.iter_mut().for_each(|(_, p)| p.train(&device));
     }
 
-    /// Forward and backward over one micro-batch: returns the sum of its token losses and adds to `grads`; `None` when stopped on the way.
-    pub fn forward_backward(&self, grads: &mut Grads, batch: &DeviceBatch, options: PassOptions<'_>) -> Option<f64> {
-        self.device.run(|| self.forward_backward_here(grads, batch, options))
+    /// Forward and backward over one micro-batch: adds its token losses to `loss` and its gradients to `grads`; `None` when stopped on the way.
+    pub fn forward_backward(
+        &self,
+        grads: &mut Grads,
+        loss: &mut LossSum,
+        batch: &DeviceBatch,
+        options: PassOptions<'_>,
+    ) -> Option<()> {
+        self.device.run(|| self.forward_backward_here(grads, loss, batch, options))
     }
 
-    fn forward_backward_here(&self, grads: &mut Grads, batch: &DeviceBatch, options: PassOptions<'_>) -> Option<f64> {
+    fn forward_backward_here(
+        &self,
+        grads: &mut Grads,
+        loss: &mut LossSum,
+        batch: &DeviceBatch,
+        options: PassOptions<'_>,
+    ) -> Option<()> {
         let stopped = || options.stop.load(Ordering::Relaxed);
         if batch.rows.is_empty() {
             // No supervised token: no loss and no gradient.
-            return (!stopped()).then_some(0.0);
+            return (!stopped()).then_some(());
         }
         let ctx = self.context(options.dropout);
         let clock = self.device.clock();
@@ -170,9 +184,11 @@ impl Transformer {
             }
         }
         let supervised = Supervised { rows: &batch.rows, targets: &batch.targets };
-        let (loss_sum, mut dx) = {
+        let mut dx = {
             let _phase = clock.enter(Phase::HeadLoss, Pass::Forward, None);
-            self.head.forward_backward(&ctx, grads, &x, supervised, options.weight)
+            let (losses, dx) = self.head.forward_backward(&ctx, grads, &x, supervised, options.weight);
+            loss.add(&self.device, &losses);
+            dx
         };
         drop(x);
         let embedding_trains = self.params.is_trainable(self.embed_tokens.weight);
@@ -191,11 +207,11 @@ impl Transformer {
             let _phase = clock.enter(Phase::HeadLoss, Pass::Backward, None);
             self.embed_tokens.backward(&ctx, grads, &batch.input_ids, &dx);
         }
-        Some(loss_sum)
+        Some(())
     }
 
-    /// Loss in nats of each supervised row of a batch, in the order of the rows; `None` when stopped on the way.
-    pub fn losses(&self, batch: &DeviceBatch, stop: &AtomicBool) -> Option<Vec<f32>> {
+    /// Loss in nats of each supervised row of a batch [R], f32, in the order of the rows; `None` when stopped on the way.
+    pub fn losses(&self, batch: &DeviceBatch, stop: &AtomicBool) -> Option<Tensor> {
         self.device.run(|| {
             let ctx = self.context(None);
             let x = self.hidden(&ctx, batch, stop)?;
@@ -245,7 +261,7 @@ impl Transformer {
                 }
             }
         };
-        SequenceMetadata::new(batch, &self.config.sliding_window, rope)
+        SequenceMetadata::new(&self.device, batch, &self.config.sliding_window, rope)
     }
 
     /// The lowest block whose backward pass is needed: below it nothing trains.
@@ -282,7 +298,7 @@ impl Builder<'_> {
         self.done_bytes += size_of_val(data.as_slice()) as u64;
         (self.progress)(self.done_bytes, self.total_bytes);
         let value = self.device.tensor(MemoryCategory::Weights, &shape, data);
-        Ok(self.params.push(Parameter { name: name.into(), value, trainable: false }))
+        Ok(self.params.push(Parameter::frozen(name, value)))
     }
 
     fn linear(&mut self, module: &str, in_features: usize, out_features: usize, bias: bool) -> Result<Linear> {

@@ -6,23 +6,33 @@
 use rayon::prelude::*;
 
 use super::vector;
-use crate::tensor::{Device, Tensor};
+use crate::kernel_args;
+use crate::tensor::cuda::Launch;
+use crate::tensor::{Device, Indices, MemoryCategory, Tensor};
 
-/// `logits` [C, V] and `targets` [C] → `losses` [C] in nats. With `weight`, `logits` become their gradient times `weight`.
+/// `logits` [C, ≥V], of which the first `vocab` columns count, and targets `first..first + C` → `losses` of the same numbers, in nats.
+/// With `weight`, `logits` become their gradient times `weight` (padding columns 0).
 pub fn forward_backward_in_place(
     device: &Device,
     logits: &mut Tensor,
-    targets: &[i32],
+    vocab: usize,
+    targets: &Indices,
+    first: usize,
     weight: Option<f32>,
-    losses: &mut [f32],
+    losses: &mut Tensor,
 ) {
-    let vocab = logits.cols();
-    assert_eq!((logits.rows(), losses.len()), (targets.len(), targets.len()), "shapes of cross_entropy");
+    let (rows, stride) = (logits.rows(), logits.cols());
+    assert!(
+        vocab <= stride && first + rows <= targets.len() && targets.len() == losses.len(),
+        "shapes of cross_entropy"
+    );
     match device {
         Device::Cpu(cpu) => {
             let precision = cpu.precision();
-            let rows = logits.f32s_mut().par_chunks_exact_mut(vocab).zip(targets).zip(losses);
+            let (targets, losses) = (&targets.i32s()[first..first + rows], &mut losses.f32s_mut()[first..first + rows]);
+            let rows = logits.f32s_mut().par_chunks_exact_mut(stride).zip(targets).zip(losses);
             rows.for_each(|((z, &target), loss)| {
+                let (z, padding) = z.split_at_mut(vocab);
                 let (max, target, target_logit) = (vector::max(z), target as usize, z[target as usize]);
                 let sum = match weight {
                     None => vector::sum_exp(z, max),
@@ -32,13 +42,59 @@ pub fn forward_backward_in_place(
                         z.iter_mut().for_each(|z| *z *= scale);
                         z[target] -= weight;
                         precision.round_slice(z);
+                        padding.fill(0.0);
                         sum
                     }
                 };
                 *loss = max + sum.ln() - target_logit;
             });
         }
-        Device::Cuda(cuda) => match *cuda {},
+        Device::Cuda(gpu) => {
+            let offset = 4 * first as u64;
+            let (targets, losses) = (targets.pointer() + offset, losses.pointer() + offset);
+            let weight = weight.unwrap_or(0.0);
+            let args = kernel_args![logits.pointer(), targets, losses, vocab as i32, stride as i64, weight];
+            gpu.launch("cross_entropy", Launch::new(rows, 1024), args);
+        }
+    }
+}
+
+/// Sum of token losses over the micro-batches of a step: on the host for the CPU, in device memory for a GPU, so that nobody waits for it.
+#[derive(Debug)]
+pub enum LossSum {
+    /// The sum, in f64.
+    Host(f64),
+    /// The sum, f32 [1].
+    Device(Tensor),
+}
+
+impl LossSum {
+    /// A sum of nothing.
+    pub fn new(device: &Device) -> Self {
+        match device {
+            Device::Cpu(_) => Self::Host(0.0),
+            Device::Cuda(_) => Self::Device(device.zeros_f32(MemoryCategory::Workspace, &[1])),
+        }
+    }
+
+    /// Adds the losses of some rows.
+    pub fn add(&mut self, device: &Device, losses: &Tensor) {
+        match (self, device) {
+            (Self::Host(sum), _) => *sum += losses.f32s().iter().map(|&loss| f64::from(loss)).sum::<f64>(),
+            (Self::Device(sum), Device::Cuda(gpu)) => {
+                let args = kernel_args![losses.pointer(), sum.pointer(), losses.len() as i32];
+                gpu.launch("add_sum", Launch::new(1, 1024), args);
+            }
+            (Self::Device(_), Device::Cpu(_)) => unreachable!("a sum on a GPU with losses on the CPU"),
+        }
+    }
+
+    /// The sum. From a GPU this waits for the device.
+    pub fn read(&self) -> f64 {
+        match self {
+            Self::Host(sum) => *sum,
+            Self::Device(sum) => f64::from(sum.to_vec()[0]),
+        }
     }
 }
 
@@ -46,7 +102,6 @@ pub fn forward_backward_in_place(
 mod tests {
     use super::*;
     use crate::ops::testing::{Values, assert_gradient, cpu};
-    use crate::tensor::MemoryCategory;
 
     #[test]
     fn gradient_agrees_with_finite_differences() {
@@ -55,9 +110,12 @@ mod tests {
         let z0 = Values::new(4).vec(rows * vocab);
         let run = |z: &[f32], weight| {
             let mut z = device.tensor(MemoryCategory::Workspace, &[rows, vocab], z.to_vec());
-            let mut losses = [0.0; 3];
-            forward_backward_in_place(&device, &mut z, &targets, weight, &mut losses);
-            (losses.iter().map(|&l| f64::from(l)).sum::<f64>(), z)
+            let targets = device.indices(MemoryCategory::Metadata, targets.to_vec());
+            let mut losses = device.empty_f32(MemoryCategory::Workspace, &[rows]);
+            forward_backward_in_place(&device, &mut z, vocab, &targets, 0, weight, &mut losses);
+            let mut sum = LossSum::new(&device);
+            sum.add(&device, &losses);
+            (sum.read(), z)
         };
         let (_, dz) = run(&z0, Some(0.25));
         assert_gradient("dz", &z0, dz.f32s(), |z| 0.25 * run(z, None).0);
@@ -68,9 +126,10 @@ mod tests {
     fn large_logits_do_not_overflow() {
         let device = cpu(1);
         let mut z = device.tensor(MemoryCategory::Workspace, &[1, 3], vec![1e4, -1e4, 0.0]);
-        let mut losses = [0.0];
-        forward_backward_in_place(&device, &mut z, &[0], Some(1.0), &mut losses);
-        assert_eq!(losses, [0.0]);
+        let mut losses = device.empty_f32(MemoryCategory::Workspace, &[1]);
+        let targets = device.indices(MemoryCategory::Metadata, vec![0]);
+        forward_backward_in_place(&device, &mut z, 3, &targets, 0, Some(1.0), &mut losses);
+        assert_eq!(losses.f32s(), [0.0]);
         assert!(z.f32s().iter().all(|x| x.is_finite()));
     }
 }

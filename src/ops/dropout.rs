@@ -3,7 +3,9 @@
 use rayon::prelude::*;
 
 use crate::base::rng::Philox;
-use crate::tensor::{Device, Tensor};
+use crate::kernel_args;
+use crate::tensor::cuda::Launch;
+use crate::tensor::{Device, Gpu, Tensor};
 
 /// Values that one task handles; a multiple of the four that one generator block gives.
 const VALUES_PER_TASK: usize = 4096;
@@ -22,7 +24,7 @@ pub fn forward(device: &Device, key: DropoutKey, p: f32, x: &Tensor, y: &mut Ten
     assert_eq!(x.len(), y.len(), "shapes of dropout");
     match device {
         Device::Cpu(_) => for_each_kept(key, p, y.f32s_mut(), x.f32s(), |y, value| *y = value),
-        Device::Cuda(cuda) => match *cuda {},
+        Device::Cuda(gpu) => launch(gpu, key, p, x, y, false),
     }
 }
 
@@ -31,15 +33,26 @@ pub fn backward_accumulate(device: &Device, key: DropoutKey, p: f32, dy: &Tensor
     assert_eq!(dx.len(), dy.len(), "shapes of dropout backward");
     match device {
         Device::Cpu(_) => for_each_kept(key, p, dx.f32s_mut(), dy.f32s(), |dx, value| *dx += value),
-        Device::Cuda(cuda) => match *cuda {},
+        Device::Cuda(gpu) => launch(gpu, key, p, dy, dx, true),
     }
+}
+
+/// A value is dropped when its 32 random bits lie below this: p·2³².
+fn threshold(p: f32) -> u32 {
+    (f64::from(p) * 4_294_967_296.0) as u32
+}
+
+fn launch(gpu: &Gpu, key: DropoutKey, p: f32, from: &Tensor, to: &Tensor, accumulate: bool) {
+    let (n, keep) = (from.len() as i64, 1.0 / (1.0 - p));
+    let args =
+        kernel_args![from.pointer(), to.pointer(), n, key.seed, key.stream, threshold(p), keep, i32::from(accumulate)];
+    gpu.launch("dropout", Launch::elements(from.len(), 4), args);
 }
 
 fn for_each_kept(key: DropoutKey, p: f32, out: &mut [f32], input: &[f32], write: impl Fn(&mut f32, f32) + Sync) {
     let generator = Philox::new(key.seed, key.stream);
     let keep = 1.0 / (1.0 - p);
-    // A value is dropped when its 32 random bits lie below p·2³².
-    let threshold = (f64::from(p) * 4_294_967_296.0) as u32;
+    let threshold = threshold(p);
     let tasks = out.par_chunks_mut(VALUES_PER_TASK).zip(input.par_chunks(VALUES_PER_TASK)).enumerate();
     tasks.for_each(|(task, (out, input))| {
         let first_block = (task * VALUES_PER_TASK / 4) as u64;

@@ -3,7 +3,9 @@
 use rayon::prelude::*;
 
 use super::MIN_ROWS_PER_TASK;
-use crate::tensor::{Device, Indices, Precision, Tensor};
+use crate::kernel_args;
+use crate::tensor::cuda::Launch;
+use crate::tensor::{Device, Gpu, Indices, MemoryCategory, Precision, Tensor};
 
 /// Values that one task handles at least.
 const MIN_VALUES_PER_TASK: usize = 16_384;
@@ -17,7 +19,7 @@ pub fn add_assign(device: &Device, x: &mut Tensor, y: &Tensor) {
             let values = x.f32s_mut().par_iter_mut().zip(y.f32s()).with_min_len(MIN_VALUES_PER_TASK);
             values.for_each(|(x, y)| *x = precision.round(*x + y));
         }
-        Device::Cuda(cuda) => match *cuda {},
+        Device::Cuda(gpu) => launch_add(gpu, x, y, x),
     }
 }
 
@@ -30,7 +32,7 @@ pub fn add(device: &Device, x: &Tensor, y: &Tensor, z: &mut Tensor) {
             let values = z.f32s_mut().par_iter_mut().zip(x.f32s()).zip(y.f32s()).with_min_len(MIN_VALUES_PER_TASK);
             values.for_each(|((z, x), y)| *z = precision.round(x + y));
         }
-        Device::Cuda(cuda) => match *cuda {},
+        Device::Cuda(gpu) => launch_add(gpu, x, y, z),
     }
 }
 
@@ -39,7 +41,7 @@ pub fn copy(device: &Device, x: &Tensor, y: &mut Tensor) {
     assert_eq!(x.len(), y.len(), "shapes of copy");
     match device {
         Device::Cpu(_) => y.f32s_mut().copy_from_slice(x.f32s()),
-        Device::Cuda(cuda) => match *cuda {},
+        Device::Cuda(gpu) => gpu.copy(x.pointer(), y.pointer(), x.len() * x.dtype().num_bytes()),
     }
 }
 
@@ -52,7 +54,10 @@ pub fn broadcast_rows(device: &Device, bias: &Tensor, y: &mut Tensor) {
             let rows = y.f32s_mut().par_chunks_exact_mut(width).with_min_len(MIN_ROWS_PER_TASK);
             rows.for_each(|y| y.copy_from_slice(bias.f32s()));
         }
-        Device::Cuda(cuda) => match *cuda {},
+        Device::Cuda(gpu) => {
+            let args = kernel_args![bias.pointer(), y.pointer(), y.rows() as i64, width as i32];
+            gpu.launch("broadcast_rows", Launch::elements(y.len(), 1), args);
+        }
     }
 }
 
@@ -68,7 +73,14 @@ pub fn sum_rows(device: &Device, dy: &Tensor, dbias: &mut Tensor) {
                 }
             }
         }
-        Device::Cuda(cuda) => match *cuda {},
+        Device::Cuda(gpu) => {
+            let runs = dy.rows().div_ceil(64);
+            let partials = device.empty_f32(MemoryCategory::Workspace, &[runs, width]);
+            let grid = Launch { grid: [runs as u32, width.div_ceil(256) as u32, 1], ..Launch::new(1, 256) };
+            let args = kernel_args![dy.pointer(), partials.pointer(), dy.rows() as i64, width as i32];
+            gpu.launch("sum_rows_partials", grid, args);
+            add_partials(gpu, &partials, dbias);
+        }
     }
 }
 
@@ -81,7 +93,8 @@ pub fn round(device: &Device, x: &mut Tensor) {
                 x.f32s_mut().par_chunks_mut(MIN_VALUES_PER_TASK).for_each(|x| precision.round_slice(x));
             }
         }
-        Device::Cuda(cuda) => match *cuda {},
+        // A GPU's activations are stored in bf16: every kernel has rounded already.
+        Device::Cuda(_) => {}
     }
 }
 
@@ -95,7 +108,10 @@ pub fn gather_rows(device: &Device, x: &Tensor, rows: &Indices, y: &mut Tensor) 
                 y.copy_from_slice(&x.f32s()[row as usize * width..][..width]);
             }
         }
-        Device::Cuda(cuda) => match *cuda {},
+        Device::Cuda(gpu) => {
+            let args = kernel_args![x.pointer(), rows.pointer(), y.pointer(), width as i32];
+            gpu.launch("gather_rows", Launch::new(rows.len(), 256), args);
+        }
     }
 }
 
@@ -110,15 +126,47 @@ pub fn scatter_rows(device: &Device, y: &Tensor, rows: &Indices, x: &mut Tensor)
                 x.f32s_mut()[row as usize * width..][..width].copy_from_slice(y);
             }
         }
-        Device::Cuda(cuda) => match *cuda {},
+        Device::Cuda(gpu) => {
+            x.fill_zero();
+            let args = kernel_args![y.pointer(), rows.pointer(), x.pointer(), width as i32];
+            gpu.launch("scatter_rows", Launch::new(rows.len(), 256), args);
+        }
     }
+}
+
+/// Copies rows `from..from + count` of `x` to rows `to..` of `y`; both [·, N] of one format.
+pub fn copy_rows(device: &Device, x: &Tensor, from: usize, y: &mut Tensor, to: usize, count: usize) {
+    let width = x.cols();
+    assert_eq!(width, y.cols(), "widths of copy_rows");
+    assert!(from + count <= x.rows() && to + count <= y.rows(), "rows of copy_rows");
+    match device {
+        Device::Cpu(_) => {
+            y.f32s_mut()[to * width..][..count * width].copy_from_slice(&x.f32s()[from * width..][..count * width]);
+        }
+        Device::Cuda(gpu) => {
+            let row_bytes = width * x.dtype().num_bytes();
+            let (from, to) = (x.pointer() + (from * row_bytes) as u64, y.pointer() + (to * row_bytes) as u64);
+            gpu.copy(from, to, count * row_bytes);
+        }
+    }
+}
+
+/// `out += Σ` over the rows of `partials` [count, N], in order: the second stage of sums without atomics.
+pub(super) fn add_partials(gpu: &Gpu, partials: &Tensor, out: &mut Tensor) {
+    let (count, width) = (partials.rows() as i32, partials.cols());
+    let args = kernel_args![partials.pointer(), out.pointer(), count, width as i32];
+    gpu.launch("add_partials", Launch::elements(width, 1), args);
+}
+
+fn launch_add(gpu: &Gpu, x: &Tensor, y: &Tensor, z: &Tensor) {
+    let args = kernel_args![x.pointer(), y.pointer(), z.pointer(), z.len() as i64];
+    gpu.launch("add", Launch::elements(z.len(), 8), args);
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::ops::testing::{Values, cpu};
-    use crate::tensor::MemoryCategory;
 
     #[test]
     fn scatter_undoes_gather_and_zeroes_the_rest() {

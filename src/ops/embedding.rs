@@ -3,6 +3,8 @@
 use rayon::prelude::*;
 
 use super::MIN_ROWS_PER_TASK;
+use crate::kernel_args;
+use crate::tensor::cuda::Launch;
 use crate::tensor::{Device, Indices, Tensor};
 
 /// `table` [V, H], `input_ids` [T] → `x` [T, H]. Ids must lie in `0..V` (checked where batches are made).
@@ -16,7 +18,10 @@ pub fn forward(device: &Device, table: &Tensor, input_ids: &Indices, x: &mut Ten
                 x.copy_from_slice(&table.f32s()[id as usize * width..][..width]);
             });
         }
-        Device::Cuda(cuda) => match *cuda {},
+        Device::Cuda(gpu) => {
+            let args = kernel_args![table.pointer(), input_ids.pointer(), x.pointer(), width as i32];
+            gpu.launch("gather_rows", Launch::new(input_ids.len(), 256), args);
+        }
     }
 }
 
@@ -33,7 +38,11 @@ pub fn backward(device: &Device, dx: &Tensor, input_ids: &Indices, dtable: &mut 
                 }
             }
         }
-        Device::Cuda(cuda) => match *cuda {},
+        Device::Cuda(gpu) => {
+            let (tokens, width) = (input_ids.len() as i32, width as i32);
+            let args = kernel_args![dx.pointer(), input_ids.pointer(), dtable.pointer(), tokens, width];
+            gpu.launch("embedding_backward", Launch::new((width as usize).div_ceil(64), 64), args);
+        }
     }
 }
 

@@ -6,11 +6,13 @@
 //! | [`nn`] | `c = alpha·a·b + beta·c` | `dx = dy·W` |
 //! | [`tn`] | `c = alpha·aᵀ·b + beta·c` | `dW += dyᵀ·x` |
 //!
-//! None of them rounds: layers do that where Transformers casts. The order of summation depends on the sizes alone, not on the number of threads.
+//! Rows may be longer than the product's columns (padding): the stride of a matrix is the tensor's last dimension.
+//! None of them rounds on the CPU: layers do that where Transformers casts. The order of summation depends on the sizes alone, not on the number of threads.
 
 use gemm::Parallelism;
 
-use crate::tensor::{Device, Tensor};
+use crate::tensor::cuda::blaslt::{Form, Operands, Shape};
+use crate::tensor::{Device, Gpu, Tensor};
 
 /// A matrix inside a slice: `(i, j)` is at `i·row_stride + j·col_stride`.
 #[derive(Debug, Clone, Copy)]
@@ -94,40 +96,52 @@ fn gemm_with(parallelism: Parallelism, alpha: f32, a: Mat<'_>, b: Mat<'_>, beta:
 /// `c [M, N] = alpha · a [M, K] · b [N, K]ᵀ + beta · c`.
 pub fn nt(device: &Device, alpha: f32, a: &Tensor, b: &Tensor, beta: f32, c: &mut Tensor) {
     let ((m, k), (n, k2)) = ((a.rows(), a.cols()), (b.rows(), b.cols()));
-    assert_eq!((k, c.rows(), c.cols()), (k2, m, n), "shapes of a·bᵀ");
+    assert!(k == k2 && c.rows() == m && c.cols() >= n, "shapes of a·bᵀ");
     match device {
         Device::Cpu(_) => {
             let (a, b) = (Mat::new(a.f32s(), m, k, k), Mat::new(b.f32s(), n, k, k).t());
-            gemm_with(Parallelism::Rayon(0), alpha, a, b, beta, MatMut::new(c.f32s_mut(), m, n, n));
+            let ldc = c.cols();
+            gemm_with(Parallelism::Rayon(0), alpha, a, b, beta, MatMut::new(c.f32s_mut(), m, n, ldc));
         }
-        Device::Cuda(cuda) => match *cuda {},
+        Device::Cuda(gpu) => launch(gpu, Form::Nt, [m, n, k], alpha, a, b, beta, c),
     }
 }
 
 /// `c [M, N] = alpha · a [M, K] · b [K, N] + beta · c`.
 pub fn nn(device: &Device, alpha: f32, a: &Tensor, b: &Tensor, beta: f32, c: &mut Tensor) {
-    let ((m, k), (k2, n)) = ((a.rows(), a.cols()), (b.rows(), b.cols()));
-    assert_eq!((k, c.rows(), c.cols()), (k2, m, n), "shapes of a·b");
+    let (m, (k, n)) = (a.rows(), (b.rows(), b.cols()));
+    assert!(a.cols() >= k && (c.rows(), c.cols()) == (m, n), "shapes of a·b");
     match device {
         Device::Cpu(_) => {
-            let (a, b) = (Mat::new(a.f32s(), m, k, k), Mat::new(b.f32s(), k, n, n));
+            let (a, b) = (Mat::new(a.f32s(), m, k, a.cols()), Mat::new(b.f32s(), k, n, n));
             gemm_with(Parallelism::Rayon(0), alpha, a, b, beta, MatMut::new(c.f32s_mut(), m, n, n));
         }
-        Device::Cuda(cuda) => match *cuda {},
+        Device::Cuda(gpu) => launch(gpu, Form::Nn, [m, n, k], alpha, a, b, beta, c),
     }
 }
 
 /// `c [M, N] = alpha · a [K, M]ᵀ · b [K, N] + beta · c`.
 pub fn tn(device: &Device, alpha: f32, a: &Tensor, b: &Tensor, beta: f32, c: &mut Tensor) {
-    let ((k, m), (k2, n)) = ((a.rows(), a.cols()), (b.rows(), b.cols()));
-    assert_eq!((k, c.rows(), c.cols()), (k2, m, n), "shapes of aᵀ·b");
+    let (m, (k, n)) = (c.rows(), (b.rows(), b.cols()));
+    assert!(a.rows() == k && a.cols() >= m && c.cols() == n, "shapes of aᵀ·b");
     match device {
         Device::Cpu(_) => {
-            let (a, b) = (Mat::new(a.f32s(), k, m, m).t(), Mat::new(b.f32s(), k, n, n));
+            let (a, b) = (Mat::new(a.f32s(), k, m, a.cols()).t(), Mat::new(b.f32s(), k, n, n));
             gemm_with(Parallelism::Rayon(0), alpha, a, b, beta, MatMut::new(c.f32s_mut(), m, n, n));
         }
-        Device::Cuda(cuda) => match *cuda {},
+        Device::Cuda(gpu) => launch(gpu, Form::Tn, [m, n, k], alpha, a, b, beta, c),
     }
+}
+
+/// Queues a product on the GPU: bf16 operands, f32 sums, `c` in its own format.
+#[expect(clippy::too_many_arguments, reason = "the operands of one operation")]
+fn launch(gpu: &Gpu, form: Form, [m, n, k]: [usize; 3], alpha: f32, a: &Tensor, b: &Tensor, beta: f32, c: &Tensor) {
+    if m == 0 || n == 0 {
+        return;
+    }
+    let shape = Shape { form, m, n, k, lda: a.cols(), ldb: b.cols(), ldc: c.cols(), out: c.dtype() };
+    let operands = Operands { a: a.pointer(), b: b.pointer(), c: c.pointer(), alpha, beta };
+    gpu.matmul(shape, operands);
 }
 
 #[cfg(test)]

@@ -5,9 +5,11 @@
 
 use rayon::prelude::*;
 
-use super::MIN_ROWS_PER_TASK;
 use super::vector::dot;
-use crate::tensor::{Device, Tensor};
+use super::{MIN_ROWS_PER_TASK, elementwise};
+use crate::kernel_args;
+use crate::tensor::cuda::Launch;
+use crate::tensor::{Device, MemoryCategory, Tensor};
 
 /// Rows whose weight gradients are added up before they meet the others: fixed, so that the sum does not depend on threads.
 const ROWS_PER_PARTIAL: usize = 64;
@@ -27,7 +29,12 @@ pub fn forward(device: &Device, x: &Tensor, weight: &Tensor, eps: f32, y: &mut T
                 }
             });
         }
-        Device::Cuda(cuda) => match *cuda {},
+        Device::Cuda(gpu) => {
+            let rows = (x.len() / width) as i64;
+            let (kernel, launch) = layout(rows, width, "rms_norm_forward_warp", "rms_norm_forward_block");
+            let (x, weight, y, rstd) = (x.pointer(), weight.pointer(), y.pointer(), rstd.pointer());
+            gpu.launch(kernel, launch, kernel_args![x, weight, y, rstd, rows, width as i32, eps]);
+        }
     }
 }
 
@@ -64,7 +71,31 @@ pub fn backward(
                 }
             });
         }
-        Device::Cuda(cuda) => match *cuda {},
+        Device::Cuda(gpu) => {
+            let rows = (x.len() / width) as i64;
+            if let Some(dweight) = dweight {
+                let runs = (rows as usize).div_ceil(ROWS_PER_PARTIAL);
+                let partials = device.empty_f32(MemoryCategory::Workspace, &[runs, width]);
+                let grid = Launch { grid: [runs as u32, width.div_ceil(256) as u32, 1], ..Launch::new(1, 256) };
+                let args =
+                    kernel_args![dy.pointer(), x.pointer(), rstd.pointer(), partials.pointer(), rows, width as i32];
+                gpu.launch("rms_norm_weight_partials", grid, args);
+                elementwise::add_partials(gpu, &partials, dweight);
+            }
+            let (kernel, launch) = layout(rows, width, "rms_norm_backward_warp", "rms_norm_backward_block");
+            let (dy, x, weight, rstd, dx) = (dy.pointer(), x.pointer(), weight.pointer(), rstd.pointer(), dx.pointer());
+            let accumulate = i32::from(accumulate);
+            gpu.launch(kernel, launch, kernel_args![dy, x, weight, rstd, dx, rows, width as i32, accumulate]);
+        }
+    }
+}
+
+/// A warp a row up to 1,024 values, a block a row beyond.
+fn layout(rows: i64, width: usize, warp: &'static str, block: &'static str) -> (&'static str, Launch) {
+    if width <= 1024 {
+        (warp, Launch::new((rows as usize).div_ceil(8), 256))
+    } else {
+        (block, Launch::new(rows as usize, (width / 8).next_multiple_of(32).min(512) as u32))
     }
 }
 

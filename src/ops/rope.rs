@@ -5,6 +5,8 @@
 use rayon::prelude::*;
 
 use super::MIN_ROWS_PER_TASK;
+use crate::kernel_args;
+use crate::tensor::cuda::Launch;
 use crate::tensor::{Device, Indices, MemoryCategory, Precision, Tensor};
 
 /// Cosines and sines of every position up to a length, [positions, d/2] each.
@@ -22,7 +24,7 @@ impl RopeTable {
         let table = |f: fn(f64) -> f64| {
             let angles = (0..num_positions).flat_map(|p| inv_freq.iter().map(move |freq| p as f32 * freq));
             let values = angles.map(|angle| precision.round(f(f64::from(angle)) as f32)).collect();
-            device.tensor(MemoryCategory::Metadata, &shape, values)
+            device.tensor_f32(MemoryCategory::Metadata, &shape, values)
         };
         Self { cos: table(f64::cos), sin: table(f64::sin) }
     }
@@ -58,7 +60,22 @@ fn rotate(device: &Device, x: &mut Tensor, table: &RopeTable, position_ids: &Ind
                 }
             });
         }
-        Device::Cuda(cuda) => match *cuda {},
+        Device::Cuda(gpu) => {
+            let (rows, heads) = (x.rows() as i64, (width / (2 * half)) as i32);
+            let (cos, sin) = (table.cos.pointer(), table.sin.pointer());
+            let args = kernel_args![
+                x.pointer(),
+                cos,
+                sin,
+                position_ids.pointer(),
+                rows,
+                heads,
+                half as i32,
+                width as i64,
+                sign
+            ];
+            gpu.launch("rope", Launch::elements(x.len() / 2, 1), args);
+        }
     }
 }
 

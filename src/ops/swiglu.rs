@@ -5,6 +5,8 @@
 use rayon::prelude::*;
 
 use super::vector::{exp, vectorized};
+use crate::kernel_args;
+use crate::tensor::cuda::Launch;
 use crate::tensor::{Device, Tensor};
 
 /// Values that one task handles.
@@ -30,7 +32,10 @@ pub fn forward(device: &Device, gate: &Tensor, up: &Tensor, h: &mut Tensor) {
                 precision.round_slice(h);
             });
         }
-        Device::Cuda(cuda) => match *cuda {},
+        Device::Cuda(gpu) => {
+            let args = kernel_args![gate.pointer(), up.pointer(), h.pointer(), h.len() as i64];
+            gpu.launch("swiglu_forward", Launch::elements(h.len(), 8), args);
+        }
     }
 }
 
@@ -48,7 +53,10 @@ pub fn backward_in_place(device: &Device, dh: &Tensor, gate: &mut Tensor, up: &m
                 precision.round_slice(up);
             });
         }
-        Device::Cuda(cuda) => match *cuda {},
+        Device::Cuda(gpu) => {
+            let args = kernel_args![dh.pointer(), gate.pointer(), up.pointer(), dh.len() as i64];
+            gpu.launch("swiglu_backward", Launch::elements(dh.len(), 8), args);
+        }
     }
 }
 

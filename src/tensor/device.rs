@@ -155,6 +155,14 @@ impl Device {
         }
     }
 
+    /// `n` columns rounded up to what the device's vector loads want: eight on a GPU, one on the CPU.
+    pub fn padded(&self, n: usize) -> usize {
+        match self {
+            Self::Cpu(_) => n,
+            Self::Cuda(_) => n.next_multiple_of(8),
+        }
+    }
+
     /// The first error of the device since the last call. The CPU has none of its own.
     ///
     /// # Errors

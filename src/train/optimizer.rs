@@ -3,9 +3,10 @@
 use super::config::OptimizerConfig;
 use crate::layers::parameter::{Grads, ParamId, Parameter};
 use crate::model::transformer::Transformer;
-use crate::ops::adamw::{self, AdamWParams};
-use crate::ops::{elementwise, norm};
-use crate::tensor::{MemoryCategory, Precision, Tensor};
+use crate::ops::adamw::{self, AdamWParams, GradScale};
+use crate::ops::cross_entropy::LossSum;
+use crate::ops::norm::{self, ClipState, ClipValues};
+use crate::tensor::{Device, MemoryCategory, Tensor};
 
 /// Optimizer state of one parameter.
 #[derive(Debug)]
@@ -13,8 +14,6 @@ struct Slot {
     id: ParamId,
     m: Tensor,
     v: Tensor,
-    /// f32 value of a parameter whose working copy is rounded to bf16; `None` where the working copy is f32 itself.
-    master: Option<Tensor>,
 }
 
 /// AdamW for all trainable parameters of a model.
@@ -34,20 +33,12 @@ pub struct BadGradient {
 }
 
 impl Optimizer {
-    /// State for every trainable parameter. Adapters are f32; base weights that train in bf16 get an f32 master.
+    /// State for every trainable parameter.
     pub fn new(model: &Transformer) -> Self {
         let device = model.device();
         let slot = |id, parameter: &Parameter| {
-            let shape = parameter.value.shape();
-            let needs_master =
-                device.precision() == Precision::Bf16 && parameter.value.category() == MemoryCategory::Weights;
-            Slot {
-                id,
-                m: device.zeros(MemoryCategory::Optimizer, shape),
-                v: device.zeros(MemoryCategory::Optimizer, shape),
-                master: needs_master
-                    .then(|| device.tensor(MemoryCategory::Optimizer, shape, parameter.value.f32s().to_vec())),
-            }
+            let zeros = || device.zeros_f32(MemoryCategory::Optimizer, parameter.value.shape());
+            Slot { id, m: zeros(), v: zeros() }
         };
         let slots = model.params().iter().filter(|(_, p)| p.trainable).map(|(id, p)| slot(id, p)).collect();
         Self { slots, updates: 0 }
@@ -58,38 +49,60 @@ impl Optimizer {
         self.updates
     }
 
-    /// Global norm of the gradients.
+    /// One update with learning rate `lr`, the gradients scaled to at most `max_grad_norm`. Weight decay spares parameters of one
+    /// dimension (norms and biases), as Transformers' Trainer does. Nothing is updated when the loss or a gradient is not finite.
     ///
     /// # Errors
-    /// Names the first parameter whose gradient is NaN or infinite.
-    pub fn grad_norm(&self, model: &Transformer, grads: &Grads) -> Result<f64, BadGradient> {
-        let device = model.device();
-        let mut sum = 0.0;
-        for (grad, parameter) in self.slots.iter().filter_map(|slot| Some((grads.get(slot.id)?, slot.id))) {
-            let squares = norm::sum_of_squares(device, grad);
-            if !squares.is_finite() {
-                let value = norm::first_non_finite(device, grad).unwrap_or(f32::INFINITY);
-                return Err(BadGradient { name: model.params().name(parameter).to_owned(), value });
+    /// Names the first parameter whose gradient is NaN or infinite. A loss that is not finite shows in the result.
+    pub fn step(
+        &mut self,
+        model: &mut Transformer,
+        grads: &Grads,
+        loss: &LossSum,
+        config: &OptimizerConfig,
+        lr: f64,
+    ) -> Result<ClipValues, BadGradient> {
+        let device = model.device().clone();
+        let values = match (&device, loss) {
+            (Device::Cuda(gpu), LossSum::Device(loss)) => {
+                let all = self.slots.iter().filter_map(|slot| grads.get(slot.id));
+                let state = ClipState::new(&device, gpu, all, loss, config.max_grad_norm);
+                self.update(model, grads, config, lr, GradScale::Device(&state));
+                state.read()
             }
-            sum += squares;
+            _ => {
+                let all = self.slots.iter().filter_map(|slot| grads.get(slot.id));
+                let norm = all.map(|grad| norm::sum_of_squares(grad.f32s())).sum::<f64>().sqrt();
+                let (scale, loss_sum) = (norm::clip_coefficient(norm, config.max_grad_norm), loss.read());
+                let finite = norm.is_finite() && loss_sum.is_finite();
+                if finite {
+                    self.update(model, grads, config, lr, GradScale::Host(scale));
+                }
+                ClipValues { norm, scale, finite, loss_sum }
+            }
+        };
+        if values.finite {
+            self.updates += 1;
+            return Ok(values);
         }
-        Ok(sum.sqrt())
+        match self.first_bad_gradient(model, grads) {
+            Some(bad) if values.loss_sum.is_finite() => Err(bad),
+            _ => Ok(values),
+        }
     }
 
-    /// One update with learning rate `lr` and gradients scaled by `grad_scale`. Weight decay spares parameters of one dimension
-    /// (norms and biases), as Transformers' Trainer does.
-    pub fn update(
+    fn update(
         &mut self,
         model: &mut Transformer,
         grads: &Grads,
         config: &OptimizerConfig,
         lr: f64,
-        grad_scale: f32,
+        scale: GradScale<'_>,
     ) {
-        self.updates += 1;
         let device = model.device().clone();
-        for slot in &mut self.slots {
-            let (Some(grad), value) = (grads.get(slot.id), model.params_mut().value_mut(slot.id)) else { continue };
+        for Slot { id, m, v } in &mut self.slots {
+            let Some(grad) = grads.get(*id) else { continue };
+            let Parameter { value, working, .. } = model.params_mut().get_mut(*id);
             let weight_decay = if value.shape().len() > 1 { config.weight_decay } else { 0.0 };
             let params = AdamWParams {
                 lr,
@@ -97,17 +110,16 @@ impl Optimizer {
                 beta2: config.beta2,
                 eps: config.eps,
                 weight_decay,
-                step: self.updates,
-                grad_scale,
+                step: self.updates + 1,
             };
-            match &mut slot.master {
-                None => adamw::update(&device, &params, value, grad, &mut slot.m, &mut slot.v),
-                Some(master) => {
-                    adamw::update(&device, &params, master, grad, &mut slot.m, &mut slot.v);
-                    elementwise::copy(&device, master, value);
-                    elementwise::round(&device, value);
-                }
-            }
+            adamw::update(&device, &params, scale, value, working.as_mut(), grad, m, v);
         }
+    }
+
+    fn first_bad_gradient(&self, model: &Transformer, grads: &Grads) -> Option<BadGradient> {
+        self.slots.iter().find_map(|slot| {
+            let value = norm::first_non_finite(grads.get(slot.id)?)?;
+            Some(BadGradient { name: model.params().name(slot.id).to_owned(), value })
+        })
     }
 }

@@ -17,7 +17,8 @@ use crate::layers::DropoutState;
 use crate::layers::parameter::Grads;
 use crate::model::lora::LoraSpec;
 use crate::model::transformer::{PassOptions, Transformer};
-use crate::ops::norm::{clip_coefficient, first_non_finite};
+use crate::ops::cross_entropy::LossSum;
+use crate::ops::norm::first_non_finite;
 use crate::tensor::phase::{Pass, Phase};
 
 /// How a trainer is set up.
@@ -118,7 +119,7 @@ impl Trainer {
             let _phase = clock.enter(Phase::Optimizer, Pass::Step, None);
             self.grads.zero();
         }
-        let mut loss_sum = 0.0;
+        let mut loss = LossSum::new(&device);
         for (i, batch) in micro_batches.iter().enumerate() {
             let uploaded = {
                 let _phase = clock.enter(Phase::Metadata, Pass::Forward, None);
@@ -130,39 +131,36 @@ impl Trainer {
                 dropout: Some(DropoutState { seed: self.setup.seed, step: number, micro_batch: i as u32 }),
                 stop,
             };
-            let Some(sum) = self.model.forward_backward(&mut self.grads, &uploaded, options) else { return Ok(None) };
-            loss_sum += sum;
-        }
-        let loss = loss_sum / num_label_tokens as f64;
-        if !loss.is_finite() {
-            return Err(self.why_not_finite(number, loss).into());
-        }
-        if stop.load(Ordering::Relaxed) {
-            return Ok(None);
+            let done = self.model.forward_backward(&mut self.grads, &mut loss, &uploaded, options);
+            if done.is_none() || stop.load(Ordering::Relaxed) {
+                device.check()?;
+                return Ok(None);
+            }
         }
         let lr = learning_rate(&self.setup.optimizer, number - 1, self.setup.total_steps);
-        let (grad_norm, clip) = {
+        let update = {
             let _phase = clock.enter(Phase::Optimizer, Pass::Step, None);
             let Self { model, setup, grads, optimizer } = self;
-            device.run(|| -> Result<_> {
-                let norm = optimizer.grad_norm(model, grads).map_err(|BadGradient { name, value }| NonFinite {
-                    step: number,
-                    tensor: format!("the gradient of {name}"),
-                    value,
-                })?;
-                let clip = clip_coefficient(norm, setup.optimizer.max_grad_norm);
-                optimizer.update(model, grads, &setup.optimizer, lr, clip);
-                Ok((norm, clip))
-            })?
+            device.run(|| optimizer.step(model, grads, &loss, &setup.optimizer, lr))
         };
+        device.check()?;
+        let update = update.map_err(|BadGradient { name, value }| NonFinite {
+            step: number,
+            tensor: format!("the gradient of {name}"),
+            value,
+        })?;
+        let loss = update.loss_sum / num_label_tokens as f64;
+        if !update.finite {
+            return Err(self.why_not_finite(number, loss).into());
+        }
         let times = clock.end_step();
         let step_ms = times.step_ms + data_wait_ms;
         let attributed: f64 = times.phases.iter().filter_map(|phase| phase.total_ms()).sum();
         Ok(Some(StepReport {
             step: number,
             loss,
-            grad_norm,
-            clipped: clip < 1.0,
+            grad_norm: update.norm,
+            clipped: update.scale < 1.0,
             lr,
             total_tokens: micro_batches.iter().map(|batch| batch.input_ids.len() as u64).sum(),
             document_tokens: micro_batches
@@ -181,7 +179,7 @@ impl Trainer {
     /// Names what made the loss of step `step` NaN or infinite: a parameter that is not finite itself, else the loss.
     fn why_not_finite(&self, step: u64, loss: f64) -> NonFinite {
         let bad = self.model.params().iter().find_map(|(_, parameter)| {
-            Some((parameter.name.clone(), first_non_finite(self.model.device(), &parameter.value)?))
+            Some((parameter.name.clone(), first_non_finite(&parameter.value)?))
         });
         let (tensor, value) = bad.unwrap_or_else(|| ("the loss".into(), loss as f32));
         NonFinite { step, tensor, value }
@@ -193,12 +191,17 @@ impl Trainer {
     /// When the batches hold no supervised token or do not fit the model.
     pub fn evaluate(&self, batches: &[PackedBatch], stop: &AtomicBool) -> Result<Option<EvalReport>> {
         let start = Instant::now();
-        let mut loss_sum = 0.0;
+        let device = self.model.device();
+        let mut sum = LossSum::new(device);
         for batch in batches {
             let uploaded = upload(&self.model, batch)?;
-            let Some(losses) = self.model.losses(&uploaded, stop) else { return Ok(None) };
-            loss_sum += losses.iter().map(|&loss| f64::from(loss)).sum::<f64>();
+            let losses = self.model.losses(&uploaded, stop);
+            device.check()?;
+            let Some(losses) = losses else { return Ok(None) };
+            sum.add(device, &losses);
         }
+        let loss_sum = sum.read();
+        device.check()?;
         let num_label_tokens: usize = batches.iter().map(|batch| batch.num_label_tokens).sum();
         ensure!(num_label_tokens > 0, "the held-out records hold no supervised token");
         Ok(Some(EvalReport {

@@ -8,6 +8,7 @@
 //! each value has one writer, so there are no atomics and reruns are bit-equal.
 
 mod cpu;
+mod cuda;
 mod tiles;
 
 pub use tiles::{Tile, TileList};
@@ -57,7 +58,7 @@ pub fn forward(
             o.f32s_mut(),
             softmax_lse.f32s_mut(),
         ),
-        Device::Cuda(cuda) => match *cuda {},
+        Device::Cuda(gpu) => cuda::forward(gpu, shape, tiles, [q, k, v], o, softmax_lse),
     }
 }
 
@@ -103,7 +104,7 @@ pub fn backward(
             d_o.f32s(),
             [dq.f32s_mut(), dk.f32s_mut(), dv.f32s_mut()],
         ),
-        Device::Cuda(cuda) => match *cuda {},
+        Device::Cuda(gpu) => cuda::backward(gpu, shape, tiles, saved, d_o, [dq, dk, dv]),
     }
 }
 

@@ -1,5 +1,7 @@
 //! Work lists of packed attention: which rows meet which, built once per batch and window.
 
+use crate::tensor::{Device, Indices, MemoryCategory};
+
 /// Rows of one tile.
 pub const TILE_ROWS: usize = 64;
 
@@ -17,7 +19,7 @@ pub struct Tile {
 }
 
 /// The tiles of a packed batch for one window.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug)]
 pub struct TileList {
     /// Query tiles in the order of their rows; together they cover every row once.
     pub query_tiles: Vec<Tile>,
@@ -26,6 +28,8 @@ pub struct TileList {
     /// A query sees a key iff `0 ≤ query − key < window`; `usize::MAX` is full attention.
     pub window: usize,
     total_tokens: usize,
+    /// On a GPU, i32 [2, T]: first row and one past the last row of each row's document.
+    bounds: Option<Indices>,
 }
 
 impl TileList {
@@ -44,7 +48,25 @@ impl TileList {
                 key_tiles.push(Tile { start, end, other_start: start, other_end: last_query });
             }
         }
-        Self { query_tiles, key_tiles, window, total_tokens: cu_seqlens.last().map_or(0, |&end| end as usize) }
+        let total_tokens = cu_seqlens.last().map_or(0, |&end| end as usize);
+        Self { query_tiles, key_tiles, window, total_tokens, bounds: None }
+    }
+
+    /// Builds the lists and uploads what the device's kernels read of them.
+    pub fn on_device(device: &Device, cu_seqlens: &[i32], window: Option<usize>) -> Self {
+        let mut list = Self::new(cu_seqlens, window);
+        if let Device::Cuda(_) = device {
+            let documents = || cu_seqlens.windows(2);
+            let starts = documents().flat_map(|w| (w[0]..w[1]).map(|_| w[0]));
+            let ends = documents().flat_map(|w| (w[0]..w[1]).map(|_| w[1]));
+            list.bounds = Some(device.indices(MemoryCategory::Metadata, starts.chain(ends).collect()));
+        }
+        list
+    }
+
+    /// Address of the document bounds of every row, on a GPU.
+    pub(super) fn bounds_pointer(&self) -> u64 {
+        self.bounds.as_ref().map_or(0, Indices::pointer)
     }
 
     /// Rows of the batch.

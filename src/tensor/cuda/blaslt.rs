@@ -102,7 +102,8 @@ impl BlasLt {
         }
         let handle = lt::create_handle().context("cuBLASLt did not start")?;
         // SAFETY: a plain allocation, freed in `drop`.
-        let workspace = unsafe { result::malloc_sync(WORKSPACE_BYTES) }.context("no memory for cuBLASLt's workspace")?;
+        let workspace =
+            unsafe { result::malloc_sync(WORKSPACE_BYTES) }.context("no memory for cuBLASLt's workspace")?;
         Ok(Some(Self { handle: Handle(handle), workspace, context: Arc::clone(context), plans: Mutex::default() }))
     }
 
@@ -204,7 +205,11 @@ impl BlasLt {
         // SAFETY: made above, used no more.
         unsafe { lt::destroy_matmul_pref(preference) }.context("releasing a preference")?;
         let found = found.context("no algorithm for this shape")?;
-        ensure!(found.workspaceSize <= WORKSPACE_BYTES, "the algorithm wants {} bytes of workspace", found.workspaceSize);
+        ensure!(
+            found.workspaceSize <= WORKSPACE_BYTES,
+            "the algorithm wants {} bytes of workspace",
+            found.workspaceSize
+        );
         Ok(Plan { desc, first, second, out: result_layout, algo: found.algo })
     }
 }

@@ -49,15 +49,17 @@ pub fn for_device(facts: &DeviceFacts) -> Result<Vec<Image>> {
     }
     let exact = TARGETS.iter().find(|(_, m, n)| *m == major && *n <= minor).map(|(name, ..)| *name);
     let target = if facts.laptop_tiles { "compute_80" } else { exact.unwrap_or("compute_80") };
-    let mut archive = zip::ZipArchive::new(Cursor::new(ARCHIVE)).context("the embedded kernels are damaged: build again")?;
+    let mut archive =
+        zip::ZipArchive::new(Cursor::new(ARCHIVE)).context("the embedded kernels are damaged: build again")?;
     let read = |archive: &mut zip::ZipArchive<Cursor<&[u8]>>, name: &str| -> Result<Vec<u8>> {
-        let mut member = archive.by_name(name).with_context(|| format!("the embedded kernels lack {name}: build again"))?;
+        let mut member =
+            archive.by_name(name).with_context(|| format!("the embedded kernels lack {name}: build again"))?;
         let mut bytes = Vec::new();
         member.read_to_end(&mut bytes).with_context(|| format!("reading {name} from the embedded kernels"))?;
         Ok(bytes)
     };
-    let index: BTreeMap<String, Vec<String>> =
-        serde_json::from_slice(&read(&mut archive, "kernels.json")?).context("the embedded kernels' index is damaged")?;
+    let index: BTreeMap<String, Vec<String>> = serde_json::from_slice(&read(&mut archive, "kernels.json")?)
+        .context("the embedded kernels' index is damaged")?;
     index
         .into_iter()
         .map(|(name, kernels)| {

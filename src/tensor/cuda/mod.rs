@@ -238,9 +238,7 @@ impl CudaDevice {
             return empty(self);
         }
         match self.inner.arena.alloc(bytes) {
-            Ok(block) => {
-                CudaBuffer { pointer: block.pointer(), block: Some(block), bytes, device: self.clone() }
-            }
+            Ok(block) => CudaBuffer { pointer: block.pointer(), block: Some(block), bytes, device: self.clone() },
             Err(free_bytes) => {
                 let error = OutOfMemory { wanted_bytes: bytes as u64, free_bytes, category: category.name() };
                 self.latch(error.into());
@@ -279,6 +277,20 @@ impl CudaDevice {
         };
         if let Err(error) = status.result() {
             self.latch(anyhow!(error).context(format!("launching {name} with {launch:?}")));
+        }
+    }
+
+    /// Queues a matrix product.
+    pub fn matmul(&self, shape: blaslt::Shape, operands: blaslt::Operands) {
+        if self.has_failed() {
+            return;
+        }
+        let Some(blas) = &self.inner.blas else {
+            self.latch(anyhow!("no matrix library: cuBLASLt was not found"));
+            return;
+        };
+        if let Err(error) = blas.matmul(self, shape, operands) {
+            self.latch(error);
         }
     }
 
@@ -359,7 +371,11 @@ impl CudaDevice {
         self.inner.arena.trim();
     }
 
-    pub(super) fn latch_result<T, E: Into<anyhow::Error>>(&self, result: Result<T, E>, what: &'static str) -> Option<T> {
+    pub(super) fn latch_result<T, E: Into<anyhow::Error>>(
+        &self,
+        result: Result<T, E>,
+        what: &'static str,
+    ) -> Option<T> {
         result.map_err(|error| self.latch(error.into().context(what))).ok()
     }
 
@@ -387,12 +403,14 @@ fn load_functions(context: &Arc<CudaContext>, facts: &DeviceFacts) -> Result<Has
         // SAFETY: the bytes are a complete cubin, or PTX with a final NUL, made by the kernel compiler; the module is never unloaded,
         // so the functions live as long as the process.
         let module = unsafe { result::module::load_data(image.bytes.as_ptr().cast()) };
-        let module = module.with_context(|| format!("the driver refused the kernels of {} for {}", image.name, image.target))?;
+        let module =
+            module.with_context(|| format!("the driver refused the kernels of {} for {}", image.name, image.target))?;
         for kernel in &image.kernels {
             let name = CString::new(kernel.as_str()).context("a kernel name with a NUL")?;
             // SAFETY: the module was just loaded.
             let function = unsafe { result::module::get_function(module, name) };
-            let function = function.with_context(|| format!("kernel {kernel} is missing in the image of {}", image.name))?;
+            let function =
+                function.with_context(|| format!("kernel {kernel} is missing in the image of {}", image.name))?;
             functions.insert(kernel.clone(), Function(function));
         }
     }

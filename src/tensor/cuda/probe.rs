@@ -93,7 +93,9 @@ pub fn driver() -> Result<(), String> {
     if !missing.is_empty() {
         return Err(format!("the NVIDIA driver is too old: it lacks {}; update it", missing.join(", ")));
     }
-    let words = |error: cudarc::driver::DriverError| format!("the NVIDIA driver did not start: {error}; reinstall or reload it");
+    let words = |error: cudarc::driver::DriverError| {
+        format!("the NVIDIA driver did not start: {error}; reinstall or reload it")
+    };
     result::init().map_err(words)?;
     let version = driver_version().map_err(|error| format!("{error:#}"))?;
     if version < MIN_DRIVER {

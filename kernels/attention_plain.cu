@@ -1,0 +1,126 @@
+//! Packed attention the plain way: one warp a row and head, every value written once. The reference that the tiled kernels are held to on the
+//! device, and the path of head sizes they do not take. CUDA form of src/ops/attention.
+
+#include "common.cuh"
+
+using namespace tandem;
+
+namespace {
+
+constexpr int MAX_PER_LANE = 8;  // head_dim up to 256
+
+__device__ __forceinline__ void load(float (&to)[MAX_PER_LANE], const bf16* from, int d, int lane) {
+#pragma unroll
+    for (int i = 0; i < MAX_PER_LANE; ++i) {
+        const int c = i * WARP + lane;
+        to[i] = c < d ? to_float(from[c]) : 0.0f;
+    }
+}
+
+__device__ __forceinline__ float dot(const float (&a)[MAX_PER_LANE], const float (&b)[MAX_PER_LANE]) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < MAX_PER_LANE; ++i) sum += a[i] * b[i];
+    return warp_sum(sum);
+}
+
+__device__ __forceinline__ void store(bf16* to, const float (&from)[MAX_PER_LANE], float scale, int d, int lane) {
+#pragma unroll
+    for (int i = 0; i < MAX_PER_LANE; ++i) {
+        const int c = i * WARP + lane;
+        if (c < d) to[c] = to_bf16(from[i] * scale);
+    }
+}
+
+}  // namespace
+
+/// bounds [2, T]: first row and one past the last row of each row's document. Grid: (T, heads / warps a block).
+extern "C" __global__ void __launch_bounds__(128) attention_plain_forward(const bf16* q, const bf16* k, const bf16* v, bf16* o, float* lse,
+                                                                          const int* bounds, int tokens, int heads, int kv_heads, int d,
+                                                                          float scale, int window) {
+    const int head = blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int row = blockIdx.x;
+    if (head >= heads) return;
+    const int kv_head = head / (heads / kv_heads);
+    float query[MAX_PER_LANE], sum[MAX_PER_LANE] = {}, x[MAX_PER_LANE];
+    load(query, q + (int64_t(row) * heads + head) * d, d, lane);
+    float most = -INFINITY, total = 0.0f;
+    const int first = max(bounds[row], row + 1 - min(window, row + 1));
+    for (int key = first; key <= row; ++key) {
+        const int64_t at = (int64_t(key) * kv_heads + kv_head) * d;
+        load(x, k + at, d, lane);
+        const float score = dot(query, x) * scale;
+        const float top = fmaxf(most, score);
+        const float keep = __expf(most - top), p = __expf(score - top);
+        load(x, v + at, d, lane);
+#pragma unroll
+        for (int i = 0; i < MAX_PER_LANE; ++i) sum[i] = sum[i] * keep + p * x[i];
+        total = total * keep + p;
+        most = top;
+    }
+    store(o + (int64_t(row) * heads + head) * d, sum, 1.0f / total, d, lane);
+    if (lane == 0) lse[int64_t(row) * heads + head] = most + __logf(total);
+}
+
+/// dq of each row and head. Grid as above.
+extern "C" __global__ void __launch_bounds__(128) attention_plain_dq(const bf16* q, const bf16* k, const bf16* v, const bf16* o,
+                                                                     const float* lse, const bf16* d_o, bf16* dq, const int* bounds,
+                                                                     int tokens, int heads, int kv_heads, int d, float scale, int window) {
+    const int head = blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int row = blockIdx.x;
+    if (head >= heads) return;
+    const int kv_head = head / (heads / kv_heads);
+    const int64_t at_row = (int64_t(row) * heads + head) * d;
+    float query[MAX_PER_LANE], gradient[MAX_PER_LANE], x[MAX_PER_LANE], sum[MAX_PER_LANE] = {};
+    load(query, q + at_row, d, lane);
+    load(gradient, d_o + at_row, d, lane);
+    load(x, o + at_row, d, lane);
+    const float delta = dot(gradient, x), log_sum = lse[int64_t(row) * heads + head];
+    const int first = max(bounds[row], row + 1 - min(window, row + 1));
+    for (int key = first; key <= row; ++key) {
+        const int64_t at = (int64_t(key) * kv_heads + kv_head) * d;
+        load(x, v + at, d, lane);
+        const float dp = dot(gradient, x);
+        load(x, k + at, d, lane);
+        const float p = __expf(dot(query, x) * scale - log_sum);
+        const float ds = p * (dp - delta);
+#pragma unroll
+        for (int i = 0; i < MAX_PER_LANE; ++i) sum[i] += ds * x[i];
+    }
+    store(dq + at_row, sum, scale, d, lane);
+}
+
+/// dk and dv of each row and key head. Grid: (T, kv_heads / warps a block).
+extern "C" __global__ void __launch_bounds__(128) attention_plain_dkv(const bf16* q, const bf16* k, const bf16* v, const bf16* o,
+                                                                      const float* lse, const bf16* d_o, bf16* dk, bf16* dv,
+                                                                      const int* bounds, int tokens, int heads, int kv_heads, int d,
+                                                                      float scale, int window) {
+    const int kv_head = blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int row = blockIdx.x;
+    if (kv_head >= kv_heads) return;
+    const int group = heads / kv_heads;
+    const int64_t at_key = (int64_t(row) * kv_heads + kv_head) * d;
+    float key[MAX_PER_LANE], value[MAX_PER_LANE], x[MAX_PER_LANE], y[MAX_PER_LANE], sum_k[MAX_PER_LANE] = {}, sum_v[MAX_PER_LANE] = {};
+    load(key, k + at_key, d, lane);
+    load(value, v + at_key, d, lane);
+    const int last = min(bounds[tokens + row], window > tokens ? tokens : row + window);
+    for (int query = row; query < last; ++query) {
+        for (int g = 0; g < group; ++g) {
+            const int head = kv_head * group + g;
+            const int64_t at = (int64_t(query) * heads + head) * d;
+            load(x, d_o + at, d, lane);
+            load(y, o + at, d, lane);
+            const float delta = dot(x, y), dp = dot(x, value);
+            load(y, q + at, d, lane);
+            const float p = __expf(dot(y, key) * scale - lse[int64_t(query) * heads + head]);
+            const float ds = p * (dp - delta);
+#pragma unroll
+            for (int i = 0; i < MAX_PER_LANE; ++i) {
+                sum_v[i] += p * x[i];
+                sum_k[i] += ds * y[i];
+            }
+        }
+    }
+    store(dk + at_key, sum_k, scale, d, lane);
+    store(dv + at_key, sum_v, 1.0f, d, lane);
+}
