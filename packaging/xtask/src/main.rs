@@ -2,6 +2,7 @@
 //!
 //! No dependencies: it must compile in a second on a bare machine, before anything else is there.
 
+mod kernels;
 mod needs;
 mod setup;
 mod steps;
@@ -21,6 +22,8 @@ cargo xtask <task>
   check             the quick part, for before a commit: formatting, clippy, the architecture tests
   golden [folder]   the tests against reference values (default: tests/golden)
   starter           fetch the starter model
+  kernels           compile the CUDA kernels that changed; the next build embeds them (no GPU or CUDA toolkit needed)
+  stage-gpu         build the gpu tests and tandem into .gpu-stage, to be run on a machine with a GPU
   setup             install what `run` and `test` need, and nothing else
 ";
 
@@ -36,6 +39,8 @@ fn main() -> ExitCode {
         "check" => no_arguments(task, rest).and_then(|()| tasks::check()),
         "golden" => tasks::golden(rest),
         "starter" => no_arguments(task, rest).and_then(|()| tasks::starter()),
+        "kernels" => no_arguments(task, rest).and_then(|()| kernels::build()).map(|()| ExitCode::SUCCESS),
+        "stage-gpu" => no_arguments(task, rest).and_then(|()| kernels::stage()).map(|()| ExitCode::SUCCESS),
         "setup" => no_arguments(task, rest).and_then(|()| tasks::setup()),
         "help" | "-h" | "--help" => {
             print!("{HELP}");
