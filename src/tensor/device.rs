@@ -73,11 +73,19 @@ impl Device {
         }))
     }
 
-    /// The first NVIDIA GPU. `vram_limit_bytes` bounds what the process may hold on the card.
+    /// The first NVIDIA GPU.
     ///
     /// # Errors
     /// With the reason: no driver, no GPU, a card or a driver that is too old, or no kernels in this build.
-    pub fn cuda(vram_limit_bytes: Option<u64>) -> Result<Self, NoDevice> {
+    pub fn cuda() -> Result<Self, NoDevice> {
+        Self::cuda_within(None)
+    }
+
+    /// The first NVIDIA GPU, used as if it had `vram_limit_bytes` of memory: the driver's own use counts.
+    ///
+    /// # Errors
+    /// As [`Self::cuda`].
+    pub fn cuda_within(vram_limit_bytes: Option<u64>) -> Result<Self, NoDevice> {
         let device = CudaDevice::new(vram_limit_bytes)?;
         let clock = Arc::new(PhaseClock::on_device(EventClock::new(device.clone())));
         Ok(Self::Cuda(Gpu { device, clock }))
@@ -307,7 +315,7 @@ mod tests {
 
     #[test]
     fn without_a_gpu_the_reason_is_said() {
-        match Device::cuda(None) {
+        match Device::cuda() {
             Ok(device) => assert!(device.describe().contains("sm_"), "{}", device.describe()),
             Err(error) => assert!(error.reason.len() > 10, "{error}"),
         }

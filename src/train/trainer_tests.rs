@@ -6,6 +6,7 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::*;
+use crate::ops::cross_entropy::LossSum;
 use crate::data::example::Example;
 use crate::data::options::Overlong;
 use crate::data::pack::{PackOptions, pack, pad};
@@ -90,7 +91,11 @@ fn gradients(trainer: &mut Trainer, batches: &[PackedBatch]) -> f64 {
         dropout: None,
         stop: &NEVER,
     };
-    batches.iter().map(|b| model.forward_backward(grads, &upload(model, b).unwrap(), options).unwrap()).sum()
+    let mut loss = LossSum::new(model.device());
+    for batch in batches {
+        model.forward_backward(grads, &mut loss, &upload(model, batch).unwrap(), options).unwrap();
+    }
+    loss.read()
 }
 
 /// Checks the gradient of every trainable parameter along a direction of length 1 that is half gradient, half random.
@@ -108,8 +113,8 @@ fn assert_gradients(what: &str, trainer: &mut Trainer, batch: &PackedBatch) {
         let direction = unit(mixed.collect());
         let h = 1e-2f32;
         let mut loss = |step: f32| {
-            let value = trainer.model.params_mut().value_mut(id).f32s_mut();
-            value.iter_mut().zip(&start).zip(&direction).for_each(|((w, w0), d)| *w = w0 + step * d);
+            let moved: Vec<f32> = start.iter().zip(&direction).map(|(w0, d)| w0 + step * d).collect();
+            trainer.model.params_mut().get_mut(id).set(&moved);
             trainer.evaluate(std::slice::from_ref(batch), &NEVER).unwrap().unwrap().loss
         };
         let numeric = (loss(h) - loss(-h)) / (2.0 * f64::from(h));

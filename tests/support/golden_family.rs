@@ -1,0 +1,281 @@
+//! What the tests against reference values share: golden families, packed batches, closeness by norm.
+
+#![allow(dead_code, reason = "each test binary uses its part")]
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+
+use tandem::data::pack::PackedBatch;
+use tandem::formats::safetensors::SafetensorsFile;
+use tandem::layers::parameter::Grads;
+use tandem::model::loading::Checkpoint;
+use tandem::model::transformer::{PassOptions, Transformer};
+use tandem::ops::cross_entropy::LossSum;
+use tandem::tensor::{Device, Precision, Tensor};
+use tandem::train::batch::upload;
+use tandem::train::config::{Activations, MethodConfig, OptimizerConfig, ScheduleKind};
+use tandem::train::trainer::{Trainer, TrainerSetup};
+
+pub static NEVER: AtomicBool = AtomicBool::new(false);
+
+pub fn golden() -> PathBuf {
+    match std::env::var_os("TANDEM_GOLDEN").filter(|v| !v.is_empty()) {
+        Some(folder) => PathBuf::from(folder),
+        None => Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden"),
+    }
+}
+
+/// A reference file: from the golden folder, or, where that has none, from the repository's own.
+pub fn golden_file(name: &str) -> PathBuf {
+    let path = golden().join(name);
+    if path.exists() { path } else { Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name) }
+}
+
+pub fn device(threads: usize) -> Device {
+    Device::cpu(threads, Precision::F32).unwrap()
+}
+
+pub fn error(a: &[f32], b: &[f32]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let distance: f64 = a.iter().zip(b).map(|(&a, &b)| (f64::from(a) - f64::from(b)).powi(2)).sum();
+    let norm: f64 = b.iter().map(|&b| f64::from(b).powi(2)).sum();
+    if norm == 0.0 { distance.sqrt() } else { (distance / norm).sqrt() }
+}
+
+#[track_caller]
+pub fn assert_close(what: &str, a: &[f32], b: &[f32], bound: f64) {
+    let error = error(a, b);
+    assert!(error <= bound, "{what}: relative error {error:.3e} above {bound:.1e}");
+}
+
+/// The documents of a reference as one packed batch.
+pub fn packed(input_ids: &[i32], labels: &[i32], cu_seqlens: &[i32]) -> PackedBatch {
+    let lengths = cu_seqlens.windows(2).map(|w| w[1] - w[0]);
+    let batch = PackedBatch {
+        input_ids: input_ids.to_vec(),
+        labels: labels.to_vec(),
+        position_ids: lengths.clone().flat_map(|n| 0..n).collect(),
+        cu_seqlens: cu_seqlens.to_vec(),
+        max_seqlen: lengths.max().unwrap() as usize,
+        num_label_tokens: labels.iter().filter(|&&label| label != -100).count(),
+        ..PackedBatch::default()
+    };
+    batch.check().unwrap();
+    batch
+}
+
+/// A model family with its reference values.
+pub struct Family {
+    pub name: String,
+    pub folder: PathBuf,
+    pub case: SafetensorsFile,
+}
+
+impl Family {
+    /// Every dense family below the golden folder. Families of architectures that the engine does not train must be refused with a reason.
+    pub fn all() -> Vec<Self> {
+        let mut families = Vec::new();
+        let mut folders: Vec<PathBuf> =
+            std::fs::read_dir(golden()).unwrap().map(|entry| entry.unwrap().path()).collect();
+        folders.sort();
+        for folder in folders.into_iter().filter(|folder| folder.join("case.safetensors").exists()) {
+            let name = folder.file_name().unwrap().to_string_lossy().into_owned();
+            let config: serde_json::Value =
+                serde_json::from_str(&std::fs::read_to_string(folder.join("config.json")).unwrap()).unwrap();
+            if !["llama", "mistral", "qwen2", "qwen3"].contains(&config["model_type"].as_str().unwrap()) {
+                let refusal = Checkpoint::open(&folder)
+                    .err()
+                    .unwrap_or_else(|| panic!("{name} opened but is not a dense family"));
+                println!("{name}: not a dense family, refused: {refusal:#}");
+                assert!(
+                    format!("{refusal:#}").contains("supported"),
+                    "the refusal of {name} must say what is supported: {refusal:#}"
+                );
+                continue;
+            }
+            let case = SafetensorsFile::open(&folder.join("case.safetensors")).unwrap();
+            families.push(Self { name, folder, case });
+        }
+        assert!(!families.is_empty(), "no family below {}", golden().display());
+        families
+    }
+
+    pub fn i32s(&self, name: &str) -> Vec<i32> {
+        self.case.to_i32(name).unwrap()
+    }
+
+    pub fn f32s(&self, name: &str) -> Vec<f32> {
+        self.case.to_f32(name).unwrap()
+    }
+
+    pub fn batch(&self) -> PackedBatch {
+        packed(&self.i32s("input_ids"), &self.i32s("labels"), &self.i32s("cu_seqlens"))
+    }
+
+    /// The documents as batches of one document each.
+    pub fn documents(&self) -> Vec<PackedBatch> {
+        let (ids, labels, cu) = (self.i32s("input_ids"), self.i32s("labels"), self.i32s("cu_seqlens"));
+        let document = |w: &[i32]| {
+            let range = w[0] as usize..w[1] as usize;
+            packed(&ids[range.clone()], &labels[range], &[0, w[1] - w[0]])
+        };
+        cu.windows(2).map(document).collect()
+    }
+
+    pub fn model(&self, device: &Device) -> Transformer {
+        Transformer::load(&Checkpoint::open(&self.folder).unwrap(), device, &mut |_, _| {}).unwrap()
+    }
+
+    /// r and lora_alpha of the reference adapter.
+    pub fn method(&self) -> MethodConfig {
+        let text = std::fs::read_to_string(self.folder.join("adapter_after_6_steps/adapter_config.json")).unwrap();
+        let config: serde_json::Value = serde_json::from_str(&text).unwrap();
+        let mut target_modules: Vec<String> = serde_json::from_value(config["target_modules"].clone()).unwrap();
+        target_modules.sort();
+        MethodConfig {
+            r: config["r"].as_u64().unwrap() as usize,
+            lora_alpha: config["lora_alpha"].as_f64().unwrap(),
+            use_rslora: config["use_rslora"].as_bool().unwrap(),
+            target_modules,
+            ..MethodConfig::default()
+        }
+    }
+
+    /// A trainer with the reference's adapter at its start values.
+    pub fn lora_trainer(&self, device: &Device, activations: Activations) -> Trainer {
+        let optimizer = OptimizerConfig {
+            lr: 1e-2,
+            weight_decay: 0.01,
+            max_grad_norm: 0.0,
+            schedule: ScheduleKind::Constant,
+            ..OptimizerConfig::default()
+        };
+        let setup = TrainerSetup { method: self.method(), optimizer, activations, seed: 0, total_steps: 6 };
+        let mut trainer = Trainer::new(self.model(device), setup).unwrap();
+        set_adapters(&mut trainer, &self.case);
+        trainer
+    }
+}
+
+/// Sets a trainer's adapters to the `lora.…` tensors of a reference file.
+pub fn set_adapters(trainer: &mut Trainer, case: &SafetensorsFile) {
+    let names: Vec<String> = case.names().filter(|name| name.starts_with("lora.")).map(str::to_owned).collect();
+    let values: Vec<Vec<f32>> = names.iter().map(|name| case.to_f32(name).unwrap()).collect();
+    let tensors = names.iter().zip(&values).map(|(name, values)| {
+        (name["lora.".len()..].to_owned(), case.info(name).unwrap().shape.as_slice(), values.as_slice())
+    });
+    trainer.model_mut().set_adapters(tensors).unwrap();
+}
+
+pub fn pass(weight: f32, activations: Activations) -> PassOptions<'static> {
+    PassOptions { weight, activations, dropout: None, stop: &NEVER }
+}
+
+/// Loss sum and every gradient, of batches whose losses are weighted alike.
+pub fn full_gradients(
+    model: &mut Transformer,
+    batches: &[PackedBatch],
+    weight: f32,
+    activations: Activations,
+) -> (f64, Grads) {
+    model.train_everything();
+    let mut grads = Grads::new(model.device(), model.params());
+    let mut loss = LossSum::new(model.device());
+    for batch in batches {
+        let batch = upload(model, batch).unwrap();
+        model.forward_backward(&mut grads, &mut loss, &batch, pass(weight, activations)).unwrap();
+    }
+    (loss.read(), grads)
+}
+
+/// The starter model; fetched when it is not there.
+pub fn smollm2(device: &Device) -> Transformer {
+    let path = tandem::session::starter::fetch_blocking(&mut |_, _, _| {}, &NEVER).unwrap().unwrap();
+    Transformer::load(&Checkpoint::open(&path).unwrap(), device, &mut |_, _| {}).unwrap()
+}
+
+/// bf16 keeps 8 bits of significand: one rounding is off by 2^-9 at most.
+pub const BF16_ROUNDING: f64 = 1.0 / 512.0;
+
+/// What Transformers' own bf16 run is off by, per tensor (`bf16_errors.json`, made by `tests/interop/make_bf16.py`), where the family has it.
+pub fn bf16_errors(family: &Family) -> Option<HashMap<String, f64>> {
+    let text = std::fs::read_to_string(family.folder.join("bf16_errors.json")).ok()?;
+    Some(serde_json::from_str(&text).unwrap())
+}
+
+/// The bound for a tensor in bf16: twice the error of Transformers in bf16 for outputs, three times for gradients.
+///
+/// A loss is a sum in which the errors of tokens cancel by chance, so its error varies (Transformers': 1.6e-5 in one family, up to 6e-4 in
+/// the others): its bound is at least half a rounding. The other tensors have many values, and need no floor.
+pub fn bf16_bound(name: &str, theirs: f64) -> f64 {
+    if name.contains("grad.") {
+        3.0 * theirs
+    } else if name.contains("loss") {
+        2.0 * theirs.max(BF16_ROUNDING / 4.0)
+    } else {
+        2.0 * theirs
+    }
+}
+
+/// How far a device that computes in bf16 is from the f32 reference, by tensor.
+pub fn bf16_deviations(family: &Family, device: &Device) -> HashMap<String, f64> {
+    let batch = family.batch();
+    let mut model = family.model(device);
+    let uploaded = upload(&model, &batch).unwrap();
+    let rows: Vec<i32> = (0..batch.input_ids.len() as i32).collect();
+    let logits = model.logits(&uploaded, &rows, &NEVER).unwrap();
+    let mut ours = HashMap::from([("logits".to_owned(), error(&unpadded(&logits, &model), &family.f32s("logits")))]);
+
+    let weight = 1.0 / batch.num_label_tokens as f32;
+    let (sum, grads) = full_gradients(&mut model, std::slice::from_ref(&batch), weight, Activations::Recompute);
+    let mean = (sum / batch.num_label_tokens as f64) as f32;
+    ours.insert("loss_mean".into(), error(&[mean], &family.f32s("loss_mean")));
+    for (id, parameter) in model.params().iter() {
+        let name = format!("grad.{}", parameter.name);
+        let error = error(&grads.get(id).unwrap().to_vec(), &family.f32s(&name));
+        ours.insert(name, error);
+    }
+
+    let mut trainer = family.lora_trainer(device, Activations::Recompute);
+    let mut losses = Vec::new();
+    for step in 0..family.f32s("lora_loss").len() {
+        let report = trainer.step(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap().unwrap();
+        losses.push(report.loss as f32);
+        for (id, parameter) in trainer.model().params().iter().filter(|(_, p)| p.trainable && step == 0) {
+            let name = format!("lora_grad.{}", parameter.name);
+            let error = error(&trainer.grads().get(id).unwrap().to_vec(), &family.f32s(&name));
+            ours.insert(name, error);
+        }
+    }
+    ours.insert("lora_loss".into(), error(&losses, &family.f32s("lora_loss")));
+    device.check().unwrap();
+    ours
+}
+
+/// Logits without the columns that pad the vocabulary.
+pub fn unpadded(logits: &Tensor, model: &Transformer) -> Vec<f32> {
+    let (stride, vocab) = (logits.cols(), model.config().vocab_size);
+    logits.to_vec().chunks_exact(stride).flat_map(|row| row[..vocab].to_vec()).collect()
+}
+
+/// Fails unless every deviation is within the bound that `theirs` sets.
+pub fn assert_within_bf16(family: &Family, ours: &HashMap<String, f64>, theirs: &HashMap<String, f64>) {
+    let worst = |kind: &str| {
+        let of_kind = ours.iter().filter(|(name, _)| name.starts_with(kind));
+        of_kind.map(|(name, error)| error / theirs[name]).fold(0.0, f64::max)
+    };
+    println!(
+        "{}: bf16 error against the reference's own: logits {:.2}, loss {:.2}, gradients up to {:.2}, adapter gradients up to {:.2}, six losses {:.2}",
+        family.name,
+        worst("logits"),
+        worst("loss_mean"),
+        worst("grad."),
+        worst("lora_grad."),
+        worst("lora_loss")
+    );
+    for (name, error) in ours {
+        let bound = bf16_bound(name, theirs[name]);
+        assert!(*error <= bound, "{}: {name} in bf16 is off by {error:.3e}, above {bound:.3e}", family.name);
+    }
+}
