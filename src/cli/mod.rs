@@ -1,5 +1,6 @@
 //! Commands, flags and exit codes: 0 done (or stopped by the user), 1 failed, 2 wrong usage.
 
+mod bench;
 mod data;
 mod fields;
 mod runs;
@@ -29,6 +30,8 @@ enum Command {
     /// Look at what a run will train on.
     #[command(subcommand)]
     Data(Box<data::DataCommand>),
+    /// Measure how fast this machine trains models of known shapes.
+    Bench(bench::BenchArgs),
     /// List the runs on this machine.
     Runs(runs::RunsArgs),
     /// The starter model: a small real model to begin with.
@@ -51,6 +54,7 @@ pub fn main() -> ExitCode {
         None => tandem::gui::app::run(),
         Some(Command::Train(args)) => train::run(&args),
         Some(Command::Data(command)) => data::run(*command),
+        Some(Command::Bench(args)) => bench::run(&args),
         Some(Command::Runs(args)) => runs::run(&args),
         Some(Command::Starter(command)) => starter::run(&command),
     };

@@ -4,23 +4,21 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Context as _;
+use rayon::prelude::*;
 
 use super::batch::{DeviceBatch, SequenceMetadata};
 use super::block::{Block, BlockSaved};
 use super::config::ModelConfig;
 use super::loading::Checkpoint;
+use super::names::Names;
 use super::policy::Activations;
 use super::rotary;
 use crate::base::error::Result;
-use crate::layers::attention::Attention;
+use crate::base::rng::{Philox, unit_f32};
 use crate::layers::embedding::Embedding;
 use crate::layers::head::{Head, Supervised};
-use crate::layers::linear::Linear;
-use crate::layers::mlp::Mlp;
-use crate::layers::norm::RmsNorm;
-use crate::layers::parameter::{Grads, ParamId, Parameter, Params};
+use crate::layers::parameter::{Grads, Parameter, Params};
 use crate::layers::{Context, DropoutState};
-use crate::ops::attention::AttentionShape;
 use crate::ops::cross_entropy::LossSum;
 use crate::ops::rope::RopeTable;
 use crate::tensor::phase::{Pass, Phase};
@@ -79,30 +77,62 @@ impl Transformer {
         progress: &mut dyn FnMut(u64, u64),
         stop: &AtomicBool,
     ) -> Result<Option<Self>> {
-        let config = checkpoint.config().clone();
-        let mut builder = Builder {
-            checkpoint,
-            device,
-            progress,
-            params: Params::default(),
-            done_bytes: 0,
-            total_bytes: checkpoint.num_parameters() * 4,
-        };
-        let embed_tokens = Embedding { weight: builder.parameter("model.embed_tokens.weight")? };
-        let mut blocks = Vec::with_capacity(config.num_hidden_layers);
-        for i in 0..config.num_hidden_layers {
+        let config = checkpoint.config();
+        let mut params = Params::default();
+        let (mut done_bytes, total_bytes) = (0, checkpoint.num_parameters() * 4);
+        for (name, shape) in config.expected_tensors() {
             if stop.load(Ordering::Relaxed) {
                 return Ok(None);
             }
-            blocks.push(builder.block(&config, i)?);
+            let mut data = checkpoint.tensor_f32(&name)?;
+            device.precision().round_slice(&mut data);
+            done_bytes += size_of_val(data.as_slice()) as u64;
+            let value = device.tensor(MemoryCategory::Weights, &shape, data);
+            device.check().with_context(|| format!("loading {name}"))?;
+            params.push(Parameter::frozen(&name, value));
+            progress(done_bytes, total_bytes);
         }
-        let norm = builder.norm("model.norm", &config, config.hidden_size)?;
-        let weight =
-            if config.tie_word_embeddings { embed_tokens.weight } else { builder.parameter("lm_head.weight")? };
-        let params = builder.params;
+        Self::from_params(config.clone(), device, params).map(Some)
+    }
+
+    /// A model of that shape with random weights: uniform with the standard deviation of GPT-2's start, 0.02; norms 1, biases 0.
+    ///
+    /// # Errors
+    /// When the device has no room.
+    pub fn random(config: &ModelConfig, device: &Device, seed: u64) -> Result<Self> {
+        let mut params = Params::default();
+        for (number, (name, shape)) in config.expected_tensors().into_iter().enumerate() {
+            let len: usize = shape.iter().product();
+            let data = match shape.len() {
+                1 => vec![if name.ends_with("bias") { 0.0 } else { 1.0 }; len],
+                _ => {
+                    let generator = Philox::new(seed, number as u64);
+                    let bound = 0.02 * 3f32.sqrt();
+                    let mut data = vec![0.0f32; len];
+                    data.par_chunks_mut(4).enumerate().with_min_len(1 << 14).for_each(|(block, values)| {
+                        let words = generator.block(block as u64);
+                        values.iter_mut().zip(words).for_each(|(x, word)| *x = (2.0 * unit_f32(word) - 1.0) * bound);
+                    });
+                    device.precision().round_slice(&mut data);
+                    data
+                }
+            };
+            let value = device.tensor(MemoryCategory::Weights, &shape, data);
+            device.check().with_context(|| format!("making {name}"))?;
+            params.push(Parameter::frozen(&name, value));
+        }
+        Self::from_params(config.clone(), device, params)
+    }
+
+    /// A model over the parameters of `config.expected_tensors()`.
+    fn from_params(config: ModelConfig, device: &Device, params: Params) -> Result<Self> {
+        let names = Names::new(&params);
+        let embed_tokens = Embedding { weight: names.id("model.embed_tokens.weight")? };
+        let blocks = (0..config.num_hidden_layers).map(|i| names.block(&config, i)).collect::<Result<Vec<_>>>()?;
+        let weight = if config.tie_word_embeddings { embed_tokens.weight } else { names.id("lm_head.weight")? };
+        let head = Head { norm: names.norm("model.norm", &config, config.hidden_size)?, weight };
         let inv_freq = rotary::inv_freq(&config);
-        let head = Head { norm, weight };
-        Ok(Some(Self {
+        Ok(Self {
             device: device.clone(),
             config,
             params,
@@ -111,7 +141,7 @@ impl Transformer {
             head,
             inv_freq,
             rope: Mutex::default(),
-        }))
+        })
     }
 
     /// The model's configuration.
@@ -277,76 +307,5 @@ impl Transformer {
             adapters || self.params.is_trainable(block.input_layernorm.weight)
         };
         self.blocks.iter().position(trains).unwrap_or(self.blocks.len())
-    }
-}
-
-/// Reads parameters in checkpoint order.
-struct Builder<'a> {
-    checkpoint: &'a Checkpoint,
-    device: &'a Device,
-    progress: &'a mut dyn FnMut(u64, u64),
-    params: Params,
-    done_bytes: u64,
-    total_bytes: u64,
-}
-
-impl Builder<'_> {
-    fn parameter(&mut self, name: &str) -> Result<ParamId> {
-        let shape = self.checkpoint.shape(name).with_context(|| format!("the model has no tensor {name}"))?.to_vec();
-        let mut data = self.checkpoint.tensor_f32(name)?;
-        self.device.precision().round_slice(&mut data);
-        self.done_bytes += size_of_val(data.as_slice()) as u64;
-        (self.progress)(self.done_bytes, self.total_bytes);
-        let value = self.device.tensor(MemoryCategory::Weights, &shape, data);
-        Ok(self.params.push(Parameter::frozen(name, value)))
-    }
-
-    fn linear(&mut self, module: &str, in_features: usize, out_features: usize, bias: bool) -> Result<Linear> {
-        let weight = self.parameter(&format!("{module}.weight"))?;
-        let bias = if bias { Some(self.parameter(&format!("{module}.bias"))?) } else { None };
-        Ok(Linear { weight, bias, lora: None, in_features, out_features })
-    }
-
-    fn norm(&mut self, module: &str, config: &ModelConfig, width: usize) -> Result<RmsNorm> {
-        let weight = self.parameter(&format!("{module}.weight"))?;
-        Ok(RmsNorm { weight, eps: config.rms_norm_eps as f32, width })
-    }
-
-    fn block(&mut self, config: &ModelConfig, index: usize) -> Result<Block> {
-        let name = format!("model.layers.{index}");
-        let attn = format!("{name}.self_attn");
-        let (hidden, inner) = (config.hidden_size, config.intermediate_size);
-        let (q_size, kv_size) = (config.q_size(), config.kv_size());
-        let head_norm = |builder: &mut Self, module: &str| -> Result<Option<RmsNorm>> {
-            if !config.qk_norm {
-                return Ok(None);
-            }
-            builder.norm(&format!("{attn}.{module}"), config, config.head_dim).map(Some)
-        };
-        Ok(Block {
-            index: index as u32,
-            input_layernorm: self.norm(&format!("{name}.input_layernorm"), config, hidden)?,
-            self_attn: Attention {
-                q_proj: self.linear(&format!("{attn}.q_proj"), hidden, q_size, config.qkv_bias)?,
-                k_proj: self.linear(&format!("{attn}.k_proj"), hidden, kv_size, config.qkv_bias)?,
-                v_proj: self.linear(&format!("{attn}.v_proj"), hidden, kv_size, config.qkv_bias)?,
-                o_proj: self.linear(&format!("{attn}.o_proj"), q_size, hidden, config.o_bias)?,
-                q_norm: head_norm(self, "q_norm")?,
-                k_norm: head_norm(self, "k_norm")?,
-                shape: AttentionShape {
-                    num_heads: config.num_attention_heads,
-                    num_kv_heads: config.num_key_value_heads,
-                    head_dim: config.head_dim,
-                    scale: (1.0 / (config.head_dim as f64).sqrt()) as f32,
-                },
-            },
-            post_attention_layernorm: self.norm(&format!("{name}.post_attention_layernorm"), config, hidden)?,
-            mlp: Mlp {
-                gate_proj: self.linear(&format!("{name}.mlp.gate_proj"), hidden, inner, config.mlp_bias)?,
-                up_proj: self.linear(&format!("{name}.mlp.up_proj"), hidden, inner, config.mlp_bias)?,
-                down_proj: self.linear(&format!("{name}.mlp.down_proj"), inner, hidden, config.mlp_bias)?,
-            },
-            window: config.sliding_window[index],
-        })
     }
 }

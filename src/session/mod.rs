@@ -1,5 +1,6 @@
 //! Runs as plain data: configuration file, commands and events, run store, run loop, previews.
 
+pub mod bench;
 pub mod config;
 pub mod event;
 mod event_sink;

@@ -20,7 +20,7 @@ use crate::base::error::Result;
 pub use self::tables::{KEPT_SPAN_STEPS, StoreSummary};
 
 /// Version of the tables, kept in the file's `user_version`.
-pub const STORE_VERSION: i32 = 1;
+pub const STORE_VERSION: i32 = 2;
 
 /// Events that may wait for the writer. Writing takes well below a millisecond an event, so that a full queue means
 /// a disk that has stopped.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use anyhow::Context as _;
 
 use super::clock::PhaseClock;
-use super::cuda::{CudaDevice, EventClock};
+use super::cuda::{CounterValues, CudaDevice, EventClock};
 use super::dtype::{DType, Precision};
 use super::memory::{Ledger, MemoryCategory, MemoryReport};
 use super::pool::CpuPool;
@@ -160,6 +160,21 @@ impl Device {
         match self {
             Self::Cpu(_) => DType::F32,
             Self::Cuda(_) => DType::Bf16,
+        }
+    }
+
+    /// Waits until the device has done everything that was queued.
+    pub fn synchronize(&self) {
+        if let Self::Cuda(gpu) = self {
+            gpu.synchronize();
+        }
+    }
+
+    /// What the host did to the device so far; the CPU has nothing to count.
+    pub fn counters(&self) -> Option<CounterValues> {
+        match self {
+            Self::Cpu(_) => None,
+            Self::Cuda(gpu) => Some(gpu.counters()),
         }
     }
 

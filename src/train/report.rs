@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::tensor::cuda::CounterValues;
 use crate::tensor::memory::MemoryReport;
 use crate::tensor::phase::{PhaseTime, Span};
 
@@ -32,6 +33,9 @@ pub struct StepReport {
     pub not_attributed_ms: f64,
     /// Memory at the end of the step.
     pub memory: MemoryReport,
+    /// Launches, host syncs and allocations of the step, on a GPU.
+    #[serde(default)]
+    pub counters: Option<CounterValues>,
     /// Spans of this step, where it was an instrumented one.
     pub spans: Vec<Span>,
 }

@@ -113,6 +113,7 @@ impl Trainer {
         let number = self.steps_done() + 1;
         let device = self.model.device().clone();
         let clock = device.clock();
+        let counters = device.counters();
         clock.begin_step(true);
         clock.book(Phase::DataWait, Pass::Step, data_wait_ms);
         {
@@ -172,15 +173,18 @@ impl Trainer {
             not_attributed_ms: (step_ms - attributed).max(0.0),
             phases: times.phases,
             memory: device.memory(),
+            counters: device.counters().zip(counters).map(|(after, before)| after - before),
             spans: times.spans,
         }))
     }
 
     /// Names what made the loss of step `step` NaN or infinite: a parameter that is not finite itself, else the loss.
     fn why_not_finite(&self, step: u64, loss: f64) -> NonFinite {
-        let bad = self.model.params().iter().find_map(|(_, parameter)| {
-            Some((parameter.name.clone(), first_non_finite(&parameter.value)?))
-        });
+        let bad = self
+            .model
+            .params()
+            .iter()
+            .find_map(|(_, parameter)| Some((parameter.name.clone(), first_non_finite(&parameter.value)?)));
         let (tensor, value) = bad.unwrap_or_else(|| ("the loss".into(), loss as f32));
         NonFinite { step, tensor, value }
     }

@@ -6,12 +6,12 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::ops::cross_entropy::LossSum;
 use crate::data::example::Example;
 use crate::data::options::Overlong;
 use crate::data::pack::{PackOptions, pack, pad};
 use crate::layers::parameter::ParamId;
 use crate::model::testing::{VOCAB, tiny};
+use crate::ops::cross_entropy::LossSum;
 use crate::ops::testing::{Values, assert_close, cpu, dot};
 use crate::tensor::{Device, MemoryCategory};
 use crate::train::config::ScheduleKind;

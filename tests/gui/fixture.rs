@@ -133,6 +133,7 @@ fn step_report(step: u64) -> StepReport {
             peak_bytes: total + total / 12,
             process_bytes: Some(total + 160 * MIB),
         },
+        counters: None,
         spans: Vec::new(),
     }
 }

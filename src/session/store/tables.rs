@@ -15,6 +15,7 @@ use super::STORE_VERSION;
 use crate::base::error::Result;
 use crate::session::event::{Outcome, RunEvent, RunInfo, TimedEvent};
 use crate::tensor::memory::{CategoryBytes, MemoryReport};
+use crate::tensor::cuda::CounterValues;
 use crate::tensor::phase::{PhaseTime, Span};
 use crate::train::report::{EvalReport, StepReport};
 
@@ -25,7 +26,8 @@ CREATE TABLE steps (
     total_tokens INTEGER NOT NULL, document_tokens INTEGER NOT NULL, num_label_tokens INTEGER NOT NULL,
     step_ms REAL, not_attributed_ms REAL,
     now_bytes INTEGER NOT NULL, peak_bytes INTEGER NOT NULL, process_bytes INTEGER,
-    epoch REAL, elapsed_s REAL, tokens_seen INTEGER NOT NULL, eta_s REAL);
+    epoch REAL, elapsed_s REAL, tokens_seen INTEGER NOT NULL, eta_s REAL,
+    launches INTEGER, host_syncs INTEGER, allocations INTEGER);
 CREATE TABLE phases (
     id INTEGER PRIMARY KEY, seq INTEGER NOT NULL, phase TEXT NOT NULL,
     forward_ms REAL, backward_ms REAL, step_ms REAL);
@@ -95,7 +97,7 @@ struct StepPlace {
 }
 
 fn write_step(t: &Transaction<'_>, seq: i64, unix_ms: i64, r: &StepReport, place: &StepPlace) -> Result<()> {
-    t.prepare_cached("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)")?.execute(
+    t.prepare_cached("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)")?.execute(
         params![
             seq,
             unix_ms,
@@ -116,6 +118,9 @@ fn write_step(t: &Transaction<'_>, seq: i64, unix_ms: i64, r: &StepReport, place
             place.elapsed_s,
             to_db(place.tokens_seen),
             place.eta_s,
+            r.counters.map(|c| to_db(c.launches)),
+            r.counters.map(|c| to_db(c.host_syncs)),
+            r.counters.map(|c| to_db(c.allocations)),
         ],
     )?;
     let mut phases =
@@ -265,8 +270,19 @@ fn step(row: &Row<'_>, seq: i64, parts: &mut StepParts) -> Result<StepReport> {
             peak_bytes: from_db(row.get("peak_bytes")?),
             process_bytes: row.get::<_, Option<i64>>("process_bytes")?.map(from_db),
         },
+        counters: counters(row)?,
         spans: parts.spans.remove(&seq).unwrap_or_default(),
     })
+}
+
+/// The counters of a step, where the device counts.
+fn counters(row: &Row<'_>) -> Result<Option<CounterValues>> {
+    let Some(launches) = row.get::<_, Option<i64>>("launches")? else { return Ok(None) };
+    Ok(Some(CounterValues {
+        launches: from_db(launches),
+        host_syncs: from_db(row.get("host_syncs")?),
+        allocations: from_db(row.get("allocations")?),
+    }))
 }
 
 fn eval(row: &Row<'_>) -> Result<EvalReport> {

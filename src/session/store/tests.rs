@@ -5,6 +5,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::session::event::{Outcome, RunInfo};
 use crate::session::run_view::{RunState, RunView};
+use crate::tensor::cuda::CounterValues;
 use crate::tensor::memory::{CategoryBytes, MemoryCategory, MemoryReport};
 use crate::tensor::phase::{LaneKind, Pass, Phase, PhaseTime, Span};
 use crate::train::report::{EvalReport, StepReport};
@@ -68,6 +69,7 @@ fn step() -> impl Strategy<Value = RunEvent> {
             phases,
             not_attributed_ms: rest,
             memory,
+            counters: step.is_multiple_of(2).then(|| CounterValues { launches: step, host_syncs: 1, allocations: 0 }),
             spans,
         });
     (report, number(), number(), any::<u64>(), prop::option::of(number())).prop_map(
@@ -177,6 +179,7 @@ fn plain_step(step: u64, loss: f64, spans: Vec<Span>) -> TimedEvent {
         phases: Vec::new(),
         not_attributed_ms: 0.0,
         memory: MemoryReport::default(),
+        counters: None,
         spans,
     };
     let event = RunEvent::Step { report: Box::new(report), epoch: 0.5, elapsed_s: 1.0, tokens_seen: 8, eta_s: None };
@@ -252,7 +255,7 @@ fn a_store_is_never_written_over_and_foreign_files_are_refused() {
     connection.pragma_update(None, "user_version", 7).unwrap();
     drop(connection);
     let message = read(folder.path()).unwrap_err().to_string();
-    assert!(message.ends_with("has version 7; this Tandem reads version 1"), "{message}");
+    assert!(message.ends_with("has version 7; this Tandem reads version 2"), "{message}");
     std::fs::write(&path, "not a database at all, only text").unwrap();
     assert!(read(folder.path()).is_err());
 }

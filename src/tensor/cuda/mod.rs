@@ -18,8 +18,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use anyhow::{Context as _, anyhow};
 use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction, CUfunction_attribute};
 use cudarc::driver::{CudaContext, CudaStream, result};
+use serde::{Deserialize, Serialize};
 
-use super::dtype::DType;
 use super::memory::{Ledger, MemoryCategory};
 use crate::base::error::{NoDevice, OutOfMemory, Result};
 use arena::{Arena, Block};
@@ -67,7 +67,7 @@ pub struct Counters {
 }
 
 /// A counter reading.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct CounterValues {
     /// Kernels and library calls launched.
     pub launches: u64,
@@ -75,6 +75,18 @@ pub struct CounterValues {
     pub host_syncs: u64,
     /// Driver allocations.
     pub allocations: u64,
+}
+
+impl std::ops::Sub for CounterValues {
+    type Output = Self;
+
+    fn sub(self, before: Self) -> Self {
+        Self {
+            launches: self.launches - before.launches,
+            host_syncs: self.host_syncs - before.host_syncs,
+            allocations: self.allocations - before.allocations,
+        }
+    }
 }
 
 impl std::fmt::Debug for CudaDevice {
@@ -432,9 +444,4 @@ macro_rules! kernel_args {
     ($($value:expr),* $(,)?) => {
         &mut [$(std::ptr::from_ref(&$value).cast_mut().cast::<std::ffi::c_void>()),*]
     };
-}
-
-/// Bytes of `len` values of `dtype`.
-pub fn num_bytes(dtype: DType, len: usize) -> usize {
-    dtype.num_bytes() * len
 }

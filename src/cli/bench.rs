@@ -1,0 +1,110 @@
+//! `tandem bench`: how fast this machine trains models of known shapes.
+
+use std::io::{self, Write as _};
+
+use clap::Args;
+use tandem::base::error::Result;
+use tandem::base::units;
+use tandem::session::bench::{self, BenchOptions, BenchRow};
+use tandem::session::{Activations, DeviceChoice, Precision};
+
+/// Flags of `tandem bench`.
+#[derive(Args)]
+pub struct BenchArgs {
+    /// Models, by name (llama-3.2-1b, llama-3.1-8b, qwen3-0.6b, qwen3-8b, qwen3-14b, qwen3-32b) or path of a config.json.
+    #[arg(long, value_name = "NAME", value_delimiter = ',', default_value = "qwen3-0.6b")]
+    model: Vec<String>,
+    /// Tokens in one optimizer step.
+    #[arg(long, default_value_t = 16_384)]
+    tokens: usize,
+    /// Tokens in one pack; several are measured one after another.
+    #[arg(long, value_delimiter = ',', default_value = "8192")]
+    pack: Vec<usize>,
+    /// What blocks keep: recompute, keep.
+    #[arg(long, value_delimiter = ',', default_value = "recompute", value_parser = activations)]
+    activations: Vec<Activations>,
+    /// Steps before measuring.
+    #[arg(long, default_value_t = 3)]
+    warmup: usize,
+    /// Steps measured; the median is shown.
+    #[arg(long, default_value_t = 10)]
+    steps: usize,
+    /// Rank of the adapters.
+    #[arg(long, default_value_t = 16)]
+    r: usize,
+    /// Where to run: auto, cpu, cuda.
+    #[arg(long, default_value = "auto", value_parser = device)]
+    device: DeviceChoice,
+    /// One JSON object a row.
+    #[arg(long)]
+    json: bool,
+}
+
+fn activations(text: &str) -> std::result::Result<Activations, String> {
+    match text {
+        "recompute" => Ok(Activations::Recompute),
+        "keep" => Ok(Activations::Keep),
+        other => Err(format!("`{other}` is neither recompute nor keep")),
+    }
+}
+
+fn device(text: &str) -> std::result::Result<DeviceChoice, String> {
+    match text {
+        "auto" => Ok(DeviceChoice::Auto),
+        "cpu" => Ok(DeviceChoice::Cpu),
+        "cuda" => Ok(DeviceChoice::Cuda),
+        other => Err(format!("`{other}` is none of auto, cpu, cuda")),
+    }
+}
+
+/// Measures and prints every combination asked for.
+pub fn run(args: &BenchArgs) -> Result<()> {
+    let device = bench::device(args.device, Precision::F32)?;
+    let mut out = io::stdout().lock();
+    for model in &args.model {
+        for &pack in &args.pack {
+            for &activations in &args.activations {
+                let options = BenchOptions {
+                    model: model.clone(),
+                    tokens: args.tokens,
+                    pack,
+                    warmup: args.warmup,
+                    steps: args.steps,
+                    activations,
+                    r: args.r,
+                };
+                let row = bench::run(&options, &device)?;
+                if args.json {
+                    writeln!(out, "{}", serde_json::to_string(&row)?)?;
+                } else {
+                    print_row(&mut out, &row)?;
+                }
+                out.flush()?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn print_row(out: &mut impl io::Write, row: &BenchRow) -> io::Result<()> {
+    let ms = |ms: Option<f64>| ms.map_or_else(|| "—".to_owned(), |ms| format!("{ms:.2}"));
+    writeln!(out, "{} · pack {} · {:?} · {}", row.model, units::count(row.pack as u64), row.activations, row.device)?;
+    writeln!(
+        out,
+        "  {} tokens/s · step {:.1} ms · peak {} · MFU {:.1} % ({:.1} of {:.0} TFLOP/s) · loss {:.3}",
+        units::count(row.tokens_per_sec.round() as u64),
+        row.step_ms,
+        units::bytes(row.peak_bytes),
+        100.0 * row.mfu,
+        row.tflops,
+        row.matmul_tflops,
+        row.loss
+    )?;
+    if let (Some(launches), Some(syncs), Some(allocations)) = (row.launches, row.host_syncs, row.allocations) {
+        writeln!(out, "  a step: {launches} launches, {syncs} host syncs, {allocations} allocations")?;
+    }
+    for (name, forward, backward, once) in &row.phases {
+        writeln!(out, "  {name:14} forward {:>9}  backward {:>9}  once {:>9}", ms(*forward), ms(*backward), ms(*once))?;
+    }
+    writeln!(out, "  {:14} {:.2} ms", "not attributed", row.not_attributed_ms)
+}

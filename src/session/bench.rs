@@ -1,0 +1,309 @@
+//! `tandem bench`: steps of a real model shape on random weights, on the documents of the baselines.
+
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+
+use anyhow::{Context as _, bail, ensure};
+use serde::Serialize;
+
+use crate::base::error::Result;
+use crate::base::rng::{Philox, unit_f32};
+use crate::data::example::{Example, IGNORE_INDEX};
+use crate::data::pack::PackedBatch;
+use crate::model::config::ModelConfig;
+use crate::model::transformer::Transformer;
+use crate::ops::matmul;
+use crate::tensor::{Device, MemoryCategory};
+use crate::train::config::{Activations, DeviceChoice, MethodConfig, OptimizerConfig, Precision, ScheduleKind};
+use crate::train::report::StepReport;
+use crate::train::trainer::{Trainer, TrainerSetup};
+
+/// Configurations that come with Tandem: sizes and flags of published models, without weights.
+const KNOWN: [(&str, &str); 6] = [
+    ("llama-3.2-1b", include_str!("../../assets/models/llama-3.2-1b.json")),
+    ("llama-3.1-8b", include_str!("../../assets/models/llama-3.1-8b.json")),
+    ("qwen3-0.6b", include_str!("../../assets/models/qwen3-0.6b.json")),
+    ("qwen3-8b", include_str!("../../assets/models/qwen3-8b.json")),
+    ("qwen3-14b", include_str!("../../assets/models/qwen3-14b.json")),
+    ("qwen3-32b", include_str!("../../assets/models/qwen3-32b.json")),
+];
+
+/// Mean length of a document, spread of its logarithm, and the factor that makes up for cutting at pack ends: the baselines' workload.
+const MEAN_LEN: f64 = 512.0;
+const SIGMA: f64 = 0.8;
+const CUT_FACTOR: f64 = 1.18;
+
+/// What to measure.
+#[derive(Debug, Clone)]
+pub struct BenchOptions {
+    /// A name of [`known_models`], or the path of a config.json.
+    pub model: String,
+    /// Tokens in one optimizer step.
+    pub tokens: usize,
+    /// Tokens in one micro-batch.
+    pub pack: usize,
+    /// Steps before measuring.
+    pub warmup: usize,
+    /// Steps measured.
+    pub steps: usize,
+    /// What blocks keep.
+    pub activations: Activations,
+    /// Rank of the adapters on all linears.
+    pub r: usize,
+}
+
+/// One row of the table: medians over the measured steps.
+#[derive(Debug, Clone, Serialize)]
+pub struct BenchRow {
+    /// Model.
+    pub model: String,
+    /// Device in words.
+    pub device: String,
+    /// Tokens in one micro-batch.
+    pub pack: usize,
+    /// Tokens in one step.
+    pub tokens: usize,
+    /// What blocks keep.
+    pub activations: Activations,
+    /// Tokens a second.
+    pub tokens_per_sec: f64,
+    /// Whole step, in milliseconds.
+    pub step_ms: f64,
+    /// Phases of the median step that were measured: (name, forward, backward, once a step), in milliseconds.
+    pub phases: Vec<(String, Option<f64>, Option<f64>, Option<f64>)>,
+    /// Part of the step that no phase claims, in milliseconds.
+    pub not_attributed_ms: f64,
+    /// Most memory at one time, by our accounting, in bytes.
+    pub peak_bytes: u64,
+    /// Kernel launches of the median step, on a GPU.
+    pub launches: Option<u64>,
+    /// Times the host waited for the device in the median step.
+    pub host_syncs: Option<u64>,
+    /// Driver allocations in the median step.
+    pub allocations: Option<u64>,
+    /// FLOPs of the model a token, recomputation not counted.
+    pub flops_per_token: f64,
+    /// Rate of the model's FLOPs, in TFLOP/s.
+    pub tflops: f64,
+    /// A square bf16 (CPU: f32) matrix product in this process, in TFLOP/s.
+    pub matmul_tflops: f64,
+    /// `tflops / matmul_tflops`.
+    pub mfu: f64,
+    /// Loss of the last step, in nats.
+    pub loss: f64,
+}
+
+/// Names that [`BenchOptions::model`] takes.
+pub fn known_models() -> impl Iterator<Item = &'static str> {
+    KNOWN.iter().map(|(name, _)| *name)
+}
+
+/// The configuration of a known name or of a config.json.
+///
+/// # Errors
+/// When it is neither, with the names there are.
+pub fn model_config(model: &str) -> Result<ModelConfig> {
+    if let Some((_, json)) = KNOWN.iter().find(|(name, _)| *name == model) {
+        return ModelConfig::from_hf_json(json);
+    }
+    let path = Path::new(model);
+    if !path.is_file() {
+        bail!(
+            "there is no file {model}, and no known model of that name: {}",
+            known_models().collect::<Vec<_>>().join(", ")
+        );
+    }
+    let text = std::fs::read_to_string(path).with_context(|| format!("reading {model}"))?;
+    ModelConfig::from_hf_json(&text).with_context(|| format!("reading {model}"))
+}
+
+/// The device to measure; `auto` is the GPU where there is one.
+///
+/// # Errors
+/// When the GPU is asked for and cannot be had, or the CPU refuses its threads.
+pub fn device(choice: DeviceChoice, precision: Precision) -> Result<Device> {
+    match choice {
+        DeviceChoice::Cpu => Device::cpu(0, precision),
+        DeviceChoice::Cuda => Ok(Device::cuda()?),
+        DeviceChoice::Auto => Device::cuda().or_else(|_| Device::cpu(0, precision)),
+    }
+}
+
+/// Measures one row.
+///
+/// # Errors
+/// When the model does not fit the device or the options make no batch.
+pub fn run(options: &BenchOptions, device: &Device) -> Result<BenchRow> {
+    let BenchOptions { tokens, pack, warmup, steps, activations, r, .. } = *options;
+    ensure!(
+        pack >= 2 && tokens >= pack && tokens.is_multiple_of(pack),
+        "tokens ({tokens}) must be a multiple of pack ({pack})"
+    );
+    ensure!(steps >= 1, "at least one step must be measured");
+    let config = model_config(&options.model)?;
+    let matmul_tflops = device.run(|| square_product_tflops(device))?;
+    let lengths = document_lengths(tokens, pack);
+    let batches = micro_batches(&lengths, pack, config.vocab_size);
+    let flops_per_token = flops_per_token(&config, &lengths, r);
+    let model = Transformer::random(&config, device, 1)?;
+    let setup = TrainerSetup {
+        method: MethodConfig { r, ..MethodConfig::default() },
+        optimizer: OptimizerConfig { schedule: ScheduleKind::Constant, ..OptimizerConfig::default() },
+        activations,
+        seed: 1,
+        total_steps: (warmup + steps) as u64,
+    };
+    let mut trainer = Trainer::new(model, setup)?;
+    let stop = AtomicBool::new(false);
+    let mut step = || trainer.step(&batches, 0.0, &stop)?.context("the step was stopped");
+    for _ in 0..warmup {
+        step()?;
+    }
+    let mut reports: Vec<StepReport> = (0..steps).map(|_| step()).collect::<Result<_>>()?;
+    let loss = reports.last().map_or(f64::NAN, |report| report.loss);
+    reports.sort_by(|a, b| a.step_ms.total_cmp(&b.step_ms));
+    let median = &reports[reports.len() / 2];
+    let tokens_per_sec = tokens as f64 / (median.step_ms / 1e3);
+    let tflops = tokens_per_sec * flops_per_token / 1e12;
+    Ok(BenchRow {
+        model: options.model.clone(),
+        device: device.describe(),
+        pack,
+        tokens,
+        activations,
+        tokens_per_sec,
+        step_ms: median.step_ms,
+        phases: median
+            .phases
+            .iter()
+            .filter(|time| time.total_ms().is_some())
+            .map(|time| (time.phase.name().to_owned(), time.forward_ms, time.backward_ms, time.step_ms))
+            .collect(),
+        not_attributed_ms: median.not_attributed_ms,
+        peak_bytes: median.memory.peak_bytes,
+        launches: median.counters.map(|c| c.launches),
+        host_syncs: median.counters.map(|c| c.host_syncs),
+        allocations: median.counters.map(|c| c.allocations),
+        flops_per_token,
+        tflops,
+        matmul_tflops,
+        mfu: tflops / matmul_tflops,
+        loss,
+    })
+}
+
+/// Log-normal lengths that add up to `tokens`, cut at pack ends.
+fn document_lengths(tokens: usize, pack: usize) -> Vec<usize> {
+    let mean = MEAN_LEN.min(pack as f64) * CUT_FACTOR;
+    let mu = mean.ln() - SIGMA * SIGMA / 2.0;
+    let generator = Philox::new(1, 1);
+    let (mut lengths, mut total, mut draw) = (Vec::new(), 0, 0);
+    while total < tokens {
+        // Box–Muller: one normal number from two uniform ones.
+        let [a, b, ..] = generator.block(draw).map(|word| f64::from(unit_f32(word)));
+        draw += 1;
+        let normal = (-2.0 * (1.0 - a).ln()).sqrt() * (std::f64::consts::TAU * b).cos();
+        let length = ((mu + SIGMA * normal).exp() as usize).clamp(8, pack);
+        let room = pack - total % pack;
+        for part in if length <= room { [length, 0] } else { [room, length - room] } {
+            let part = part.min(tokens - total);
+            if part > 0 {
+                lengths.push(part);
+                total += part;
+            }
+        }
+    }
+    lengths
+}
+
+/// Random tokens in those documents, every position but each document's last one supervised, in packs.
+fn micro_batches(lengths: &[usize], pack: usize, vocab: usize) -> Vec<PackedBatch> {
+    let generator = Philox::new(1, 2);
+    let mut next = 0u64;
+    let mut example = |length: usize| {
+        let input_ids: Vec<i32> = (0..length as u64).map(|i| generator.below(next + i, vocab as u64) as i32).collect();
+        next += length as u64;
+        let labels = input_ids[1..].iter().copied().chain([IGNORE_INDEX]).collect();
+        Example { input_ids, labels }
+    };
+    let (mut batches, mut documents, mut filled) = (Vec::new(), Vec::new(), 0);
+    for &length in lengths {
+        documents.push(example(length));
+        filled += length;
+        if filled == pack {
+            batches.push(PackedBatch::from_examples(&std::mem::take(&mut documents)));
+            filled = 0;
+        }
+    }
+    batches
+}
+
+/// FLOPs a token, forward and backward, recomputation not counted: `4N` for frozen linears (`2N` forward, `2N` for the input's gradient),
+/// `4·V·H` for the head, `3.5·4·d·Hq·ctx` a layer for attention with `ctx` the mean number of keys a query sees, `6r·(in + out)` for adapters.
+fn flops_per_token(config: &ModelConfig, lengths: &[usize], r: usize) -> f64 {
+    let (hidden, inner) = (config.hidden_size as f64, config.intermediate_size as f64);
+    let (q, kv) = (config.q_size() as f64, config.kv_size() as f64);
+    let layers = config.num_hidden_layers as f64;
+    let linears =
+        [(hidden, q), (hidden, kv), (hidden, kv), (q, hidden), (hidden, inner), (hidden, inner), (inner, hidden)];
+    let weights: f64 = linears.iter().map(|(a, b)| a * b).sum();
+    let adapters: f64 = linears.iter().map(|(a, b)| r as f64 * (a + b)).sum();
+    let total: f64 = lengths.iter().map(|&n| n as f64).sum();
+    let context = lengths.iter().map(|&n| n as f64 * (n as f64 + 1.0) / 2.0).sum::<f64>() / total;
+    layers * (4.0 * weights + 6.0 * adapters + 3.5 * 4.0 * q * context) + 4.0 * config.vocab_size as f64 * hidden
+}
+
+/// Rate of a large square product on random values (never zeros: they run faster), in TFLOP/s.
+fn square_product_tflops(device: &Device) -> Result<f64> {
+    let n = match device {
+        Device::Cpu(_) => 1024,
+        Device::Cuda(_) => 8192,
+    };
+    let generator = Philox::new(3, 0);
+    let values: Vec<f32> =
+        (0..(n * n) as u64 / 4).flat_map(|i| generator.block(i)).map(|word| unit_f32(word) - 0.5).collect();
+    let a = device.tensor(MemoryCategory::Workspace, &[n, n], values);
+    let mut c = device.empty(MemoryCategory::Workspace, &[n, n]);
+    let mut product = |times: usize| -> Result<f64> {
+        let start = std::time::Instant::now();
+        for _ in 0..times {
+            matmul::nt(device, 1.0, &a, &a, 0.0, &mut c);
+        }
+        device.synchronize();
+        device.check()?;
+        Ok(start.elapsed().as_secs_f64() / times as f64)
+    };
+    product(3)?;
+    let seconds = product(if matches!(device, Device::Cpu(_)) { 3 } else { 20 })?;
+    Ok(2.0 * (n as f64).powi(3) / seconds / 1e12)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn documents_fill_the_packs_exactly() {
+        for (tokens, pack) in [(16_384, 8192), (16_384, 2048), (4096, 4096), (64, 8)] {
+            let lengths = document_lengths(tokens, pack);
+            assert_eq!(lengths.iter().sum::<usize>(), tokens);
+            let batches = micro_batches(&lengths, pack, 1000);
+            assert_eq!(batches.len(), tokens / pack);
+            for batch in batches {
+                batch.check().unwrap();
+                assert_eq!(batch.input_ids.len(), pack);
+            }
+        }
+    }
+
+    #[test]
+    fn known_models_parse_and_have_their_sizes() {
+        let billions: Vec<f64> =
+            known_models().map(|name| model_config(name).unwrap().num_parameters() as f64 / 1e9).collect();
+        let want = [1.236, 8.030, 0.596, 8.191, 14.768, 32.762];
+        for (got, want) in billions.iter().zip(want) {
+            assert!((got - want).abs() < 0.01 * want, "{billions:?}");
+        }
+        assert!(model_config("qwen9").unwrap_err().to_string().contains("qwen3-8b"));
+    }
+}
