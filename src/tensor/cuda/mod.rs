@@ -259,8 +259,19 @@ impl CudaDevice {
         }
     }
 
-    /// Launches kernel `name` on the compute stream. `args` point to the kernel's arguments in order.
-    pub fn launch(&self, name: &str, launch: Launch, args: &mut [*mut c_void]) {
+    /// Launches kernel `name` on the compute stream with its arguments in order ([`kernel_args`](crate::kernel_args) makes them).
+    pub fn launch(&self, name: &str, launch: Launch, args: &[Arg]) {
+        // The driver reads the arguments before the call returns, each through its own pointer.
+        let mut pointers: Vec<*mut c_void> = args.iter().map(|arg| std::ptr::from_ref(arg).cast_mut().cast()).collect();
+        self.launch_raw(name, launch, &mut pointers);
+    }
+
+    /// Launches a kernel whose only parameter is the struct `params`, laid out as on the device (`#[repr(C)]`).
+    pub fn launch_struct<T: Copy>(&self, name: &str, launch: Launch, params: &T) {
+        self.launch_raw(name, launch, &mut [std::ptr::from_ref(params).cast_mut().cast()]);
+    }
+
+    fn launch_raw(&self, name: &str, launch: Launch, args: &mut [*mut c_void]) {
         if self.has_failed() || launch.grid.contains(&0) {
             return;
         }
@@ -436,12 +447,46 @@ pub(crate) fn max_shared_bytes(context: &CudaContext) -> Result<u32> {
     Ok(context.attribute(attribute).context("asking for the shared memory limit")? as u32)
 }
 
-/// Device addresses and sizes as kernel arguments: `args![pointer, n, eps]` makes the array that [`CudaDevice::launch`] takes.
+/// One kernel argument by value: an address, an integer or a float. The kernel reads as many of its low bytes as its parameter has.
+#[derive(Debug, Clone, Copy)]
+pub struct Arg(u64);
+
+impl From<u64> for Arg {
+    fn from(value: u64) -> Self {
+        Self(value)
+    }
+}
+
+impl From<i64> for Arg {
+    fn from(value: i64) -> Self {
+        Self(value.cast_unsigned())
+    }
+}
+
+impl From<i32> for Arg {
+    fn from(value: i32) -> Self {
+        Self(u64::from(value.cast_unsigned()))
+    }
+}
+
+impl From<u32> for Arg {
+    fn from(value: u32) -> Self {
+        Self(u64::from(value))
+    }
+}
+
+impl From<f32> for Arg {
+    fn from(value: f32) -> Self {
+        Self(u64::from(value.to_bits()))
+    }
+}
+
+/// Arguments for [`CudaDevice::launch`]: `kernel_args![x.pointer(), rows, eps]`.
 ///
-/// Each value must have exactly the kernel parameter's type (`u64` for pointers, `i32`, `i64`, `f32`, or a `#[repr(C)]` struct).
+/// Each value must have exactly the kernel parameter's type: `u64` for pointers, `i32`, `u32`, `i64`, `f32`.
 #[macro_export]
 macro_rules! kernel_args {
     ($($value:expr),* $(,)?) => {
-        &mut [$(std::ptr::from_ref(&$value).cast_mut().cast::<std::ffi::c_void>()),*]
+        &[$($crate::tensor::cuda::Arg::from($value)),*]
     };
 }
