@@ -14,6 +14,8 @@ use tandem::tensor::{Device, MemoryCategory, Precision, Tensor};
 use super::golden_family::error;
 use super::gpu;
 
+/// bf16 keeps 8 bits: one rounding is off by 2^-9 at most.
+const ROUNDING: f64 = 1.0 / 512.0;
 const SCRATCH: MemoryCategory = MemoryCategory::Workspace;
 
 /// The three devices an operation runs on: f32 CPU (the truth), bf16 CPU (the yardstick), GPU.
@@ -47,8 +49,8 @@ impl Bench {
         });
         for (i, truth) in truth.iter().enumerate() {
             let (bf16, gpu) = (error(&yardstick[i], truth), error(&ours[i], truth));
-            // One bf16 rounding is the least that a bf16 result can be off by; results in f32 sum in another order.
-            let bound = factor * bf16.max(5e-4);
+            // Where the CPU form does not round, one rounding of the result is what a bf16 tensor costs.
+            let bound = factor * bf16.max(ROUNDING);
             assert!(gpu <= bound, "{what}, output {i}: error {gpu:.2e} on the GPU, {bf16:.2e} in bf16 on the CPU");
         }
     }
@@ -207,7 +209,8 @@ fn attention_over_ragged_documents() {
         (&ragged, (4, 2), 16, None),
         (&ragged, (4, 1), 64, None),
         (&ragged, (8, 2), 128, Some(64)),
-        (&ragged, (9, 3), 64, Some(1)),
+        // A window of 1 would make every softmax 1 and dq zero: nothing to compare.
+        (&ragged, (9, 3), 64, Some(2)),
         (&ragged, (2, 2), 40, Some(5)),
         (&ragged, (6, 2), 72, Some(128)),
         (&ones, (4, 2), 64, None),

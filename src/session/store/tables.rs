@@ -14,8 +14,8 @@ use serde::{Deserialize, Serialize};
 use super::STORE_VERSION;
 use crate::base::error::Result;
 use crate::session::event::{Outcome, RunEvent, RunInfo, TimedEvent};
-use crate::tensor::memory::{CategoryBytes, MemoryReport};
 use crate::tensor::cuda::CounterValues;
+use crate::tensor::memory::{CategoryBytes, MemoryReport};
 use crate::tensor::phase::{PhaseTime, Span};
 use crate::train::report::{EvalReport, StepReport};
 
@@ -97,8 +97,8 @@ struct StepPlace {
 }
 
 fn write_step(t: &Transaction<'_>, seq: i64, unix_ms: i64, r: &StepReport, place: &StepPlace) -> Result<()> {
-    t.prepare_cached("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)")?.execute(
-        params![
+    t.prepare_cached("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)")?
+        .execute(params![
             seq,
             unix_ms,
             to_db(r.step),
@@ -121,8 +121,7 @@ fn write_step(t: &Transaction<'_>, seq: i64, unix_ms: i64, r: &StepReport, place
             r.counters.map(|c| to_db(c.launches)),
             r.counters.map(|c| to_db(c.host_syncs)),
             r.counters.map(|c| to_db(c.allocations)),
-        ],
-    )?;
+        ])?;
     let mut phases =
         t.prepare_cached("INSERT INTO phases (seq, phase, forward_ms, backward_ms, step_ms) VALUES (?, ?, ?, ?, ?)")?;
     for p in &r.phases {

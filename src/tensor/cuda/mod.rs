@@ -449,7 +449,8 @@ pub(crate) fn max_shared_bytes(context: &CudaContext) -> Result<u32> {
 
 /// One kernel argument by value: an address, an integer or a float. The kernel reads as many of its low bytes as its parameter has.
 #[derive(Debug, Clone, Copy)]
-pub struct Arg(u64);
+#[repr(transparent)]
+pub struct Arg(#[expect(dead_code, reason = "the driver reads it through a pointer")] u64);
 
 impl From<u64> for Arg {
     fn from(value: u64) -> Self {
