@@ -103,8 +103,9 @@ fn print_row(out: &mut impl io::Write, row: &BenchRow) -> io::Result<()> {
     if let (Some(launches), Some(syncs), Some(allocations)) = (row.launches, row.host_syncs, row.allocations) {
         writeln!(out, "  a step: {launches} launches, {syncs} host syncs, {allocations} allocations")?;
     }
-    for (name, forward, backward, once) in &row.phases {
-        writeln!(out, "  {name:14} forward {:>9}  backward {:>9}  once {:>9}", ms(*forward), ms(*backward), ms(*once))?;
+    for time in &row.phases {
+        let (name, times) = (time.phase.name(), [time.forward_ms, time.backward_ms, time.step_ms].map(ms));
+        writeln!(out, "  {name:14} forward {:>9}  backward {:>9}  once {:>9}", times[0], times[1], times[2])?;
     }
     writeln!(out, "  {:14} {:.2} ms", "not attributed", row.not_attributed_ms)
 }

@@ -152,7 +152,7 @@ mod tests {
         let mut params = Params::default();
         let mut push = |name: &str, shape: &[usize]| {
             let value = values.tensor(device, shape);
-            params.push(Parameter { name: name.into(), value, trainable: true })
+            params.push(Parameter { name: name.into(), value, working: None, trainable: true })
         };
         let (weight, bias) = (push("weight", &[OUT, IN]), push("bias", &[OUT]));
         let (a, b) = (push("lora_A", &[R, IN]), push("lora_B", &[OUT, R]));
@@ -192,13 +192,13 @@ mod tests {
             assert_gradient("dx", x.f32s(), dx.f32s(), by_x);
             let ids: Vec<ParamId> = params.iter().map(|(id, _)| id).collect();
             for id in ids {
-                let start = params.value(id).f32s().to_vec();
+                let start = params.operand(id).to_vec();
                 assert_gradient("parameter", &start, grads.get(id).unwrap().f32s(), |value| {
-                    params.value_mut(id).f32s_mut().copy_from_slice(value);
+                    params.get_mut(id).set(value);
                     let ctx = Context { device: &device, params: &params, dropout };
                     dot(dy.f32s(), forward(&ctx, &linear, &x).0.f32s())
                 });
-                params.value_mut(id).f32s_mut().copy_from_slice(&start);
+                params.get_mut(id).set(&start);
             }
         }
     }
@@ -221,7 +221,7 @@ mod tests {
         assert_ne!(run(&params, Some(state(1))), plain);
         assert_close("mean", &mean, &plain, 0.02);
         let b = linear.lora.unwrap().b;
-        params.value_mut(b).f32s_mut().fill(0.0);
+        params.get_mut(b).value.fill_zero();
         assert_eq!(run(&params, Some(state(1))), run(&params, None));
     }
 }

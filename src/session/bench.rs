@@ -13,6 +13,7 @@ use crate::data::pack::PackedBatch;
 use crate::model::config::ModelConfig;
 use crate::model::transformer::Transformer;
 use crate::ops::matmul;
+use crate::tensor::phase::PhaseTime;
 use crate::tensor::{Device, MemoryCategory};
 use crate::train::config::{Activations, DeviceChoice, MethodConfig, OptimizerConfig, Precision, ScheduleKind};
 use crate::train::report::StepReport;
@@ -69,8 +70,8 @@ pub struct BenchRow {
     pub tokens_per_sec: f64,
     /// Whole step, in milliseconds.
     pub step_ms: f64,
-    /// Phases of the median step that were measured: (name, forward, backward, once a step), in milliseconds.
-    pub phases: Vec<(String, Option<f64>, Option<f64>, Option<f64>)>,
+    /// Phases of the median step that were measured.
+    pub phases: Vec<PhaseTime>,
     /// Part of the step that no phase claims, in milliseconds.
     pub not_attributed_ms: f64,
     /// Most memory at one time, by our accounting, in bytes.
@@ -173,12 +174,7 @@ pub fn run(options: &BenchOptions, device: &Device) -> Result<BenchRow> {
         activations,
         tokens_per_sec,
         step_ms: median.step_ms,
-        phases: median
-            .phases
-            .iter()
-            .filter(|time| time.total_ms().is_some())
-            .map(|time| (time.phase.name().to_owned(), time.forward_ms, time.backward_ms, time.step_ms))
-            .collect(),
+        phases: median.phases.iter().copied().filter(|time| time.total_ms().is_some()).collect(),
         not_attributed_ms: median.not_attributed_ms,
         peak_bytes: median.memory.peak_bytes,
         launches: median.counters.map(|c| c.launches),

@@ -69,7 +69,7 @@ fn step() -> impl Strategy<Value = RunEvent> {
             phases,
             not_attributed_ms: rest,
             memory,
-            counters: step.is_multiple_of(2).then(|| CounterValues { launches: step, host_syncs: 1, allocations: 0 }),
+            counters: step.is_multiple_of(2).then_some(CounterValues { launches: step, host_syncs: 1, allocations: 0 }),
             spans,
         });
     (report, number(), number(), any::<u64>(), prop::option::of(number())).prop_map(

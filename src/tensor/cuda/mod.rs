@@ -262,7 +262,8 @@ impl CudaDevice {
     /// Launches kernel `name` on the compute stream with its arguments in order ([`kernel_args`](crate::kernel_args) makes them).
     pub fn launch(&self, name: &str, launch: Launch, args: &[Arg]) {
         // The driver reads the arguments before the call returns, each through its own pointer.
-        let mut pointers: Vec<*mut c_void> = args.iter().map(|arg| std::ptr::from_ref(arg).cast_mut().cast()).collect();
+        let mut pointers: Vec<*mut c_void> =
+            args.iter().map(|arg| std::ptr::from_ref(&arg.0).cast_mut().cast()).collect();
         self.launch_raw(name, launch, &mut pointers);
     }
 
@@ -450,7 +451,7 @@ pub(crate) fn max_shared_bytes(context: &CudaContext) -> Result<u32> {
 /// One kernel argument by value: an address, an integer or a float. The kernel reads as many of its low bytes as its parameter has.
 #[derive(Debug, Clone, Copy)]
 #[repr(transparent)]
-pub struct Arg(#[expect(dead_code, reason = "the driver reads it through a pointer")] u64);
+pub struct Arg(u64);
 
 impl From<u64> for Arg {
     fn from(value: u64) -> Self {
