@@ -205,7 +205,9 @@ fn attention_over_ragged_documents() {
     let Some(mut b) = Bench::new() else { return };
     let ragged: Vec<i32> = vec![0, 1, 2, 39, 104, 105, 361, 400];
     let ones: Vec<i32> = (0..=300).collect();
-    let cases: [(&[i32], (usize, usize), usize, Option<usize>); 8] = [
+    /// cu_seqlens, heads, head_dim, window.
+    type Case<'a> = (&'a [i32], (usize, usize), usize, Option<usize>);
+    let cases: [Case; 8] = [
         (&ragged, (4, 2), 16, None),
         (&ragged, (4, 1), 64, None),
         (&ragged, (8, 2), 128, Some(64)),

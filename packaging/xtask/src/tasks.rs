@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 
 use crate::Result;
+use crate::kernels;
 use crate::needs::{self, TO_BUILD, TO_SHOW, TO_TEST};
 use crate::setup;
 use crate::steps::{Steps, cargo, root, shell};
@@ -18,6 +19,10 @@ pub fn run(arguments: &[String]) -> Result<ExitCode> {
         setup::ensure(&[TO_BUILD])?;
     }
     fetch_crates()?;
+    if let Err(why) = kernels::build() {
+        // The app trains on the CPU without them, and says what is missing.
+        eprintln!("xtask: no GPU kernels in this build: {why}");
+    }
     shell(cargo().args(["build", "--release", "--locked"]))?;
     if let Err(why) = fetch_starter() {
         // The window can fetch it too, and shows where it stands: go on, but do not hide it.
@@ -42,6 +47,7 @@ pub fn test() -> Result<ExitCode> {
     steps.run("formatting", || shell(cargo().args(["fmt", "--all", "--check"])));
     // One profile for everything: the dependencies' build scripts and the C code of SQLite are compiled once.
     steps.run("clippy", || clippy(&["--release"]));
+    steps.run("GPU kernels", kernels::build);
     let built =
         steps.run("build", || shell(cargo().args(["test", "--release", "--locked", "--workspace", "--no-run"])));
     if built {
