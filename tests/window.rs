@@ -100,14 +100,17 @@ impl Window {
         self.said().lines().rev().find_map(|line| line.strip_prefix(&start).map(str::to_owned))
     }
 
+    /// Clicks a widget once it stays where it is: a dialog is placed in its second frame.
     fn click(&self, name: &str) {
         let start = format!("rect {name} ");
-        let numbers: Vec<f32> = wait(name, 20, || {
-            let said = self.said();
-            let place = said.lines().rev().find_map(|line| line.strip_prefix(&start))?;
-            Some(place.split(' ').filter_map(|n| n.parse().ok()).collect())
+        let place = || self.said().lines().rev().find_map(|line| line.strip_prefix(&start).map(str::to_owned));
+        let place = wait(name, 20, || {
+            let before = place()?;
+            std::thread::sleep(Duration::from_millis(250));
+            place().filter(|now| *now == before)
         });
-        let [x, y, width, height] = numbers[..] else { panic!("{name}: {numbers:?}") };
+        let numbers: Vec<f32> = place.split(' ').filter_map(|n| n.parse().ok()).collect();
+        let [x, y, width, height] = numbers[..] else { panic!("{name}: {place}") };
         let (x, y) = ((x + width / 2.0).round().to_string(), (y + height / 2.0).round().to_string());
         self.xdotool(&["mousemove", "--window", &self.id, &x, &y, "sleep", "0.1", "click", "1"]);
     }
@@ -170,7 +173,8 @@ fn one_click_trains_the_starter_model() {
 
     window.click("Stop");
     window.click("Stop and save");
-    wait("the end of the run", 60, || (window.state("run")? == "stopped").then_some(()));
+    window.wait_for("state run stopping", 20);
+    wait("the end of the run", 120, || (window.state("run")? == "stopped").then_some(()));
     let runs: Vec<PathBuf> =
         std::fs::read_dir(window.home.path().join("runs")).unwrap().map(|entry| entry.unwrap().path()).collect();
     assert_eq!(runs.len(), 1, "{runs:?}");
