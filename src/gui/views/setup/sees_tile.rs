@@ -53,7 +53,11 @@ impl SetupView {
         let area = ui.max_rect();
         let (Some(pack), Some(preview)) = (self.jobs.pack.result.ok(), self.jobs.preview.result.ok()) else {
             let at = area.center();
-            let words = "The tokens of each pack, once a model and a dataset are chosen";
+            let words = if self.jobs.preview.is_behind() {
+                "Looking at the data"
+            } else {
+                "The tokens of each pack, once a model and a dataset are chosen"
+            };
             text(ui.painter(), at, Align2::CENTER_CENTER, words, fonts::table(), theme.t3, area.width() - 24.0);
             return;
         };

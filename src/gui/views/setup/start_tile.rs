@@ -19,6 +19,8 @@ pub const HEIGHT: f32 = 348.0;
 
 /// What is said while background work runs.
 const CHECKING: &str = "still checking";
+/// What is said while a run trains in this window.
+const TRAINING: &str = "a run is training; stop it first";
 
 impl SetupView {
     pub(super) fn start_tile(
@@ -117,7 +119,7 @@ impl SetupView {
             });
         }
         if training {
-            return Some("a run is training; stop it first".into());
+            return Some(TRAINING.into());
         }
         let jobs = &self.jobs;
         if jobs.model.is_behind() || jobs.preview.is_behind() {
@@ -144,7 +146,9 @@ impl SetupView {
             if let Some(words) = &obstacle {
                 let theme = Theme::of(ui);
                 // What is not done yet is no mistake.
-                if words == CHECKING || problems.iter().any(|problem| problem.message == *words) {
+                let is_mistake = ![CHECKING, TRAINING].contains(&words.as_str())
+                    && !problems.iter().any(|problem| problem.message == *words);
+                if !is_mistake {
                     label(ui, words, fonts::table(), theme.t3);
                 } else {
                     ui.vertical(|ui| {
