@@ -145,7 +145,7 @@ fn columns(view: &RunView, choice: Choice, width: f32) -> Vec<Column> {
 
 fn bars(ui: &mut Ui, area: Rect, choice: Choice, view: &RunView, marked: Option<u64>, hovered: &mut Option<u64>) {
     let theme = Theme::of(ui);
-    let plot = Rect::from_min_max(area.min + vec2(44.0, 8.0), pos2(area.right() - 34.0, area.bottom() - 20.0));
+    let plot = Rect::from_min_max(area.min + vec2(44.0, 18.0), pos2(area.right() - 34.0, area.bottom() - 20.0));
     let columns = columns(view, choice, plot.width());
     let bars: Vec<Bar> = columns.iter().map(|c| c.times.bar(theme)).collect();
     let tallest = bars.iter().map(Bar::total).fold(0.0, f64::max);
@@ -153,14 +153,24 @@ fn bars(ui: &mut Ui, area: Rect, choice: Choice, view: &RunView, marked: Option<
     let painter = ui.painter();
     let y_of = |ms: f64| lerp(plot.bottom()..=plot.top(), (ms / max) as f32);
     let marks = ticks(0.0, max, (plot.height() / 48.0).clamp(2.0, 6.0) as usize);
-    let digits = decimals(&marks);
+    // Long steps have their axis in seconds.
+    let (unit, name) = if max >= 10_000.0 { (1e3, "s") } else { (1.0, "ms") };
+    let digits = decimals(&marks.iter().map(|mark| mark / unit).collect::<Vec<f64>>());
     for mark in &marks {
         let y = painter.round_to_pixel_center(y_of(*mark));
         painter.hline(plot.x_range(), y, Stroke::new(1.0, theme.grid));
-        let figure = figures::grouped(*mark, digits);
+        let figure = figures::grouped(*mark / unit, digits);
         text(painter, pos2(plot.left() - 8.0, y), Align2::RIGHT_CENTER, &figure, fonts::small(), theme.t3, 44.0);
     }
-    text(painter, pos2(area.left(), plot.top() - 6.0), Align2::LEFT_CENTER, "ms", fonts::small(), theme.t3, 30.0);
+    text(
+        painter,
+        pos2(plot.left() - 8.0, area.top() + 4.0),
+        Align2::RIGHT_CENTER,
+        name,
+        fonts::small(),
+        theme.t3,
+        30.0,
+    );
     let rects = step_bars(painter, theme, plot, &bars, max);
     rule(painter, plot.x_range(), plot.bottom() + 0.5, theme.line2);
     let Some((last_rect, last_bar)) = rects.last().zip(bars.last()) else { return };

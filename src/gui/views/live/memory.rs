@@ -51,7 +51,7 @@ fn bytes_of(report: &MemoryReport, category: MemoryCategory) -> (u64, u64) {
 
 fn areas(ui: &mut Ui, area: Rect, view: &RunView, marked: Option<u64>, hovered: &mut Option<u64>) {
     let theme = Theme::of(ui);
-    let plot = Rect::from_min_max(area.min + vec2(36.0, 8.0), area.max - vec2(0.0, 20.0));
+    let plot = Rect::from_min_max(area.min + vec2(36.0, 18.0), area.max - vec2(0.0, 20.0));
     let Some((first, last)) = view.steps.first().zip(view.steps.last()) else { return };
     let most = |s: &StepPoint| s.report.memory.now_bytes.max(s.report.memory.process_bytes.unwrap_or(0));
     let highest = view.steps.iter().map(most).max().unwrap_or(0).max(last.report.memory.peak_bytes);
@@ -108,7 +108,15 @@ fn areas(ui: &mut Ui, area: Rect, view: &RunView, marked: Option<u64>, hovered: 
             60.0,
         );
     }
-    text(&painter, pos2(area.left(), plot.top() - 6.0), Align2::LEFT_CENTER, "GiB", fonts::small(), theme.t3, 30.0);
+    text(
+        &painter,
+        pos2(plot.left() - 8.0, area.top() + 4.0),
+        Align2::RIGHT_CENTER,
+        "GiB",
+        fonts::small(),
+        theme.t3,
+        30.0,
+    );
 
     let response = ui.interact(plot, ui.scope_id().with("areas"), Sense::hover());
     let words = format!("Memory of steps {} to {} by category", first.report.step, last.report.step);
@@ -173,11 +181,15 @@ fn process_line(
         .zip(xs)
         .filter_map(|(s, x)| Some(pos2(*x, y_of(s.report.memory.process_bytes? as f64 / GIB))))
         .collect();
-    let Some(last) = points.last().copied() else { return };
+    if points.is_empty() {
+        return;
+    }
     painter.extend(Shape::dotted_line(&points, theme.t1, 4.0, 0.7));
     let bytes = samples.last().and_then(|s| s.report.memory.process_bytes).unwrap_or(0);
     let words = format!("process {}", figures::gib(bytes));
-    let at = pos2(plot.left() + 4.0, points.first().map_or(last.y, |p| p.y.min(last.y)) - 4.0);
+    // Above the part of the line that runs over the label.
+    let highest = points.iter().filter(|p| p.x < plot.left() + 90.0).map(|p| p.y).fold(plot.bottom(), f32::min);
+    let at = pos2(plot.left() + 4.0, highest - 3.0);
     text(painter, at, Align2::LEFT_BOTTOM, &words, fonts::small(), theme.t2, 120.0);
 }
 
