@@ -1,17 +1,57 @@
-//! AdamW, global norm and clipping: CUDA form of src/ops/adamw.rs and src/ops/norm.rs.
+//! AdamW, global norm, clipping and clearing over all trainable tensors at once: CUDA form of src/ops/adamw.rs and src/ops/norm.rs.
 //!
-//! The clip factor and the finite flag stay on the device: `state` = {norm, clip factor, 1 when the update may happen, loss sum}.
+//! A table names the tensors, a work list cuts them into chunks of 16,384 values, one a block. The clip factor and the finite flag stay on
+//! the device: `state` = {norm, clip factor, 1 when the update may happen, loss sum}.
 
 #include "common.cuh"
 
 using namespace tandem;
 
-/// partials[block] = Σ x² over the block's run of 65,536 values.
-extern "C" __global__ void __launch_bounds__(1024) sum_of_squares_partials(const float* x, float* partials, int64_t n) {
+namespace {
+
+constexpr int CHUNK = 16384;
+
+/// One trainable tensor; the host keeps the same struct in src/ops/multi_tensor.rs.
+struct Entry {
+    float* param;
+    bf16* working;
+    float* grad;
+    float* m;
+    float* v;
+    int64_t n;
+    int32_t decays;
+    int32_t padding;
+};
+static_assert(sizeof(Entry) == 56, "the host's struct has 56 bytes");
+
+struct Chunk {
+    int32_t tensor;
+    int32_t number;
+};
+
+/// Calls f(index) for each value of the block's chunk.
+template <class F>
+__device__ __forceinline__ void for_each(const Entry& entry, int number, F f) {
+    const int64_t first = int64_t(number) * CHUNK, last = min(first + CHUNK, entry.n);
+    for (int64_t i = first + threadIdx.x; i < last; i += blockDim.x) f(i);
+}
+
+}  // namespace
+
+/// Sets every gradient to zero.
+extern "C" __global__ void __launch_bounds__(512) clear_gradients(const Entry* entries, const Chunk* chunks) {
+    const Chunk chunk = chunks[blockIdx.x];
+    const Entry entry = entries[chunk.tensor];
+    for_each(entry, chunk.number, [&](int64_t i) { entry.grad[i] = 0.0f; });
+}
+
+/// partials[block] = Σ grad² over the block's chunk.
+extern "C" __global__ void __launch_bounds__(512) sum_of_squares(const Entry* entries, const Chunk* chunks, float* partials) {
     __shared__ float shared[WARP];
-    const int64_t first = int64_t(blockIdx.x) * 65536, last = min(first + 65536, n);
+    const Chunk chunk = chunks[blockIdx.x];
+    const Entry entry = entries[chunk.tensor];
     float sum = 0.0f;
-    for (int64_t i = first + threadIdx.x; i < last; i += blockDim.x) sum += x[i] * x[i];
+    for_each(entry, chunk.number, [&](int64_t i) { sum += entry.grad[i] * entry.grad[i]; });
     sum = block_sum(sum, shared);
     if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }
@@ -32,18 +72,22 @@ extern "C" __global__ void __launch_bounds__(1024) clip_state(const float* parti
 }
 
 /// One AdamW update in f32; `working`, if not null, gets the new value in bf16.
-extern "C" __global__ void __launch_bounds__(256) adamw(float* param, bf16* working, const float* grad, float* m, float* v, const float* state,
-                                                        int64_t n, float step_size, float decay, float one_minus_beta1, float beta2,
-                                                        float one_minus_beta2, float root_correction2, float eps) {
-    const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (i >= n || state[2] == 0.0f) return;
-    const float g = grad[i] * state[1];
-    float w = param[i] * decay;
-    const float m1 = m[i] + (g - m[i]) * one_minus_beta1;
-    const float v1 = v[i] * beta2 + g * g * one_minus_beta2;
-    w -= step_size * (m1 / (sqrtf(v1) / root_correction2 + eps));
-    param[i] = w;
-    m[i] = m1;
-    v[i] = v1;
-    if (working != nullptr) working[i] = to_bf16(w);
+extern "C" __global__ void __launch_bounds__(512) adamw(const Entry* entries, const Chunk* chunks, const float* state, float step_size,
+                                                        float decay, float one_minus_beta1, float beta2, float one_minus_beta2,
+                                                        float root_correction2, float eps) {
+    if (state[2] == 0.0f) return;
+    const float scale = state[1];
+    const Chunk chunk = chunks[blockIdx.x];
+    const Entry entry = entries[chunk.tensor];
+    const float keep = entry.decays ? decay : 1.0f;
+    for_each(entry, chunk.number, [&](int64_t i) {
+        const float g = entry.grad[i] * scale;
+        const float m = entry.m[i] + (g - entry.m[i]) * one_minus_beta1;
+        const float v = entry.v[i] * beta2 + g * g * one_minus_beta2;
+        const float w = entry.param[i] * keep - step_size * (m / (sqrtf(v) / root_correction2 + eps));
+        entry.param[i] = w;
+        entry.m[i] = m;
+        entry.v[i] = v;
+        if (entry.working != nullptr) entry.working[i] = to_bf16(w);
+    });
 }

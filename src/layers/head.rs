@@ -6,10 +6,15 @@ use super::Context;
 use super::norm::RmsNorm;
 use super::parameter::{Grads, ParamId};
 use crate::ops::{cross_entropy, elementwise, matmul};
-use crate::tensor::{Indices, MemoryCategory, Tensor};
+use crate::tensor::{Device, Indices, MemoryCategory, Tensor};
 
-/// Logits held at one time: 64 MiB of f32.
-const CHUNK_VALUES: usize = 16 << 20;
+/// Rows of logits held at one time: on the CPU as many as 64 MiB take, on a GPU what a large product needs to run at its rate.
+fn chunk_rows(device: &Device, vocab: usize) -> usize {
+    match device {
+        Device::Cpu(_) => ((16 << 20) / vocab).max(1),
+        Device::Cuda(_) => 1024,
+    }
+}
 
 /// Final norm and output projection.
 #[derive(Debug, Clone, Copy)]
@@ -103,7 +108,7 @@ impl Head {
     fn for_each_chunk(&self, ctx: &Context<'_>, h: &Tensor, mut f: impl FnMut(usize, &Tensor, Tensor)) {
         let weight = ctx.params.operand(self.weight);
         let (vocab, width) = (weight.rows(), h.cols());
-        let chunk_rows = (CHUNK_VALUES / vocab).max(1);
+        let chunk_rows = chunk_rows(ctx.device, vocab);
         for first in (0..h.rows()).step_by(chunk_rows) {
             let rows = chunk_rows.min(h.rows() - first);
             let mut h_chunk = ctx.scratch(&[rows, width]);

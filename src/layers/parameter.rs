@@ -66,6 +66,11 @@ impl Params {
         working.as_ref().unwrap_or(value)
     }
 
+    /// A parameter.
+    pub fn get(&self, id: ParamId) -> &Parameter {
+        &self.0[id.0]
+    }
+
     /// A parameter, to update.
     pub fn get_mut(&mut self, id: ParamId) -> &mut Parameter {
         &mut self.0[id.0]

@@ -30,15 +30,9 @@ pub struct Block {
 /// What [`Block::forward`] keeps besides its input.
 #[derive(Debug)]
 pub struct BlockSaved {
-    /// Input of attention, after its norm.
-    attn_in: Tensor,
-    attn_rstd: Tensor,
     attn: AttentionSaved,
     /// Residual stream between attention and MLP.
     middle: Tensor,
-    /// Input of the MLP, after its norm.
-    mlp_in: Tensor,
-    mlp_rstd: Tensor,
     mlp: MlpSaved,
 }
 
@@ -81,21 +75,21 @@ impl Block {
         let clock = ctx.device.clock();
         let sequences = self.sequences(batch, metadata);
         let phase = clock.enter(Phase::Attention, Pass::Forward, Some(self.index));
-        let mut attn_in = ctx.saved(x.shape());
-        let attn_rstd = self.input_layernorm.forward(ctx, x, &mut attn_in);
+        let mut attn_in = ctx.scratch(x.shape());
+        self.input_layernorm.forward(ctx, x, &mut attn_in);
         let attn = self.self_attn.forward(ctx, sequences, &attn_in, out);
         let mut middle = ctx.saved(x.shape());
         elementwise::add(ctx.device, x, out, &mut middle);
         drop(phase);
 
         let _phase = clock.enter(Phase::Mlp, Pass::Forward, Some(self.index));
-        let mut mlp_in = ctx.saved(x.shape());
-        let mlp_rstd = self.post_attention_layernorm.forward(ctx, &middle, &mut mlp_in);
+        let mut mlp_in = ctx.scratch(x.shape());
+        self.post_attention_layernorm.forward(ctx, &middle, &mut mlp_in);
         let mlp = self.mlp.forward(ctx, &mlp_in, need_output.then_some(&mut *out));
         if need_output {
             elementwise::add_assign(ctx.device, out, &middle);
         }
-        BlockSaved { attn_in, attn_rstd, attn, middle, mlp_in, mlp_rstd, mlp }
+        BlockSaved { attn, middle, mlp }
     }
 
     /// Backward of [`Block::forward`]: turns the gradient of the output into that of `x`. Without `need_dx` the result is not
@@ -114,14 +108,19 @@ impl Block {
     ) -> Tensor {
         let clock = ctx.device.clock();
         let sequences = self.sequences(batch, metadata);
-        let BlockSaved { attn_in, attn_rstd, attn, middle, mlp_in, mlp_rstd, mlp } = saved;
+        let BlockSaved { attn, middle, mlp } = saved;
         let phase = clock.enter(Phase::Mlp, Pass::Backward, Some(self.index));
+        // What the projections read is not kept: a norm is one pass over memory to make again.
+        let mut mlp_in = ctx.scratch(x.shape());
+        let mlp_rstd = self.post_attention_layernorm.forward(ctx, &middle, &mut mlp_in);
         let mut dh = ctx.scratch(x.shape());
         self.mlp.backward(ctx, grads, mlp, &mlp_in, &dx, &mut dh);
         self.post_attention_layernorm.backward(ctx, grads, &middle, &mlp_rstd, &dh, true, &mut dx);
         drop((mlp_in, middle, phase));
 
         let _phase = clock.enter(Phase::Attention, Pass::Backward, Some(self.index));
+        let mut attn_in = ctx.scratch(x.shape());
+        let attn_rstd = self.input_layernorm.forward(ctx, x, &mut attn_in);
         let need_dh = need_dx || ctx.params.is_trainable(self.input_layernorm.weight);
         self.self_attn.backward(ctx, grads, sequences, attn, &attn_in, &dx, need_dh.then_some(&mut dh));
         if need_dh {

@@ -2,10 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::norm::ClipState;
-use crate::kernel_args;
-use crate::tensor::cuda::Launch;
-use crate::tensor::{Device, Tensor};
+use crate::tensor::Precision;
 
 /// Values that one task handles at least.
 const MIN_VALUES_PER_TASK: usize = 16_384;
@@ -27,99 +24,79 @@ pub struct AdamWParams {
     pub step: u64,
 }
 
-/// Factor on the gradient: what clipping found.
-#[derive(Debug, Clone, Copy)]
-pub enum GradScale<'a> {
-    /// Known to the host.
-    Host(f32),
-    /// On the device, where a gradient that is not finite also forbids the update.
-    Device(&'a ClipState),
+/// What the formula needs of [`AdamWParams`], in the arithmetic of the update.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Constants {
+    pub(super) step_size: f32,
+    pub(super) decay: f32,
+    pub(super) one_minus_beta1: f32,
+    pub(super) beta2: f32,
+    pub(super) one_minus_beta2: f32,
+    pub(super) root_correction2: f32,
+    pub(super) eps: f32,
 }
 
-/// Updates `param`, and the moments `m` and `v`, from `grad`; all of one shape, f32. `working`, if given, becomes the new value in the format
-/// that products read.
+impl AdamWParams {
+    pub(super) fn constants(&self) -> Constants {
+        let correction1 = 1.0 - self.beta1.powf(self.step as f64);
+        Constants {
+            step_size: (self.lr / correction1) as f32,
+            decay: (1.0 - self.lr * self.weight_decay) as f32,
+            one_minus_beta1: (1.0 - self.beta1) as f32,
+            beta2: self.beta2 as f32,
+            one_minus_beta2: (1.0 - self.beta2) as f32,
+            root_correction2: (1.0 - self.beta2.powf(self.step as f64)).sqrt() as f32,
+            eps: self.eps as f32,
+        }
+    }
+}
+
+/// Updates `param`, and the moments `m` and `v`, from `grad·grad_scale`; all of one shape, f32, on the CPU. `working`, if given, becomes the
+/// new value rounded to `precision`. On a GPU `multi_tensor` does the same for all tensors at once.
 ///
 /// `p ← p·(1 − lr·wd)`; `m ← m + (g − m)·(1 − β1)`; `v ← β2·v + (1 − β2)·g²`; `p ← p − lr/(1 − β1^t) · m / (√v/√(1 − β2^t) + eps)`.
 #[expect(clippy::too_many_arguments, reason = "the operands of one formula")]
 pub fn update(
-    device: &Device,
+    precision: Precision,
     p: &AdamWParams,
-    scale: GradScale<'_>,
-    param: &mut Tensor,
-    working: Option<&mut Tensor>,
-    grad: &Tensor,
-    m: &mut Tensor,
-    v: &mut Tensor,
+    grad_scale: f32,
+    param: &mut [f32],
+    working: Option<&mut [f32]>,
+    grad: &[f32],
+    m: &mut [f32],
+    v: &mut [f32],
 ) {
     assert_eq!((param.len(), m.len(), v.len()), (grad.len(), grad.len(), grad.len()), "shapes of adamw");
-    let grad_len = grad.len();
-    let correction1 = 1.0 - p.beta1.powf(p.step as f64);
-    let correction2 = (1.0 - p.beta2.powf(p.step as f64)).sqrt() as f32;
-    let step_size = (p.lr / correction1) as f32;
-    let decay = (1.0 - p.lr * p.weight_decay) as f32;
-    let (beta1, beta2, eps) = ((1.0 - p.beta1) as f32, p.beta2 as f32, p.eps as f32);
-    let grow2 = (1.0 - p.beta2) as f32;
-    match (device, scale) {
-        (Device::Cpu(cpu), GradScale::Host(grad_scale)) => {
-            let moments = m.f32s_mut().par_iter_mut().zip(v.f32s_mut().par_iter_mut());
-            let values = param.f32s_mut().par_iter_mut().zip(grad.f32s()).zip(moments);
-            values.with_min_len(MIN_VALUES_PER_TASK).for_each(|((w, g), (m, v))| {
-                let g = g * grad_scale;
-                *w *= decay;
-                *m += (g - *m) * beta1;
-                *v = *v * beta2 + g * g * grow2;
-                *w -= step_size * (*m / (v.sqrt() / correction2 + eps));
-            });
-            if let Some(working) = working {
-                let precision = cpu.precision();
-                let values = working.f32s_mut().par_iter_mut().zip(param.f32s()).with_min_len(MIN_VALUES_PER_TASK);
-                values.for_each(|(working, &w)| *working = precision.round(w));
-            }
-        }
-        (Device::Cuda(gpu), GradScale::Device(state)) => {
-            let working = working.map_or(0, |working| working.pointer());
-            let (param, grad, m, v) = (param.pointer(), grad.pointer(), m.pointer(), v.pointer());
-            let n = grad_len as i64;
-            let args = kernel_args![
-                param,
-                working,
-                grad,
-                m,
-                v,
-                state.pointer(),
-                n,
-                step_size,
-                decay,
-                beta1,
-                beta2,
-                grow2,
-                correction2,
-                eps
-            ];
-            gpu.launch("adamw", Launch::elements(grad_len, 1), args);
-        }
-        _ => unreachable!("the clip factor lives where the gradients do"),
+    let c = p.constants();
+    let moments = m.par_iter_mut().zip(v.par_iter_mut());
+    let values = param.par_iter_mut().zip(grad).zip(moments);
+    values.with_min_len(MIN_VALUES_PER_TASK).for_each(|((w, g), (m, v))| {
+        let g = g * grad_scale;
+        *w *= c.decay;
+        *m += (g - *m) * c.one_minus_beta1;
+        *v = *v * c.beta2 + g * g * c.one_minus_beta2;
+        *w -= c.step_size * (*m / (v.sqrt() / c.root_correction2 + c.eps));
+    });
+    if let Some(working) = working {
+        let values = working.par_iter_mut().zip(&*param).with_min_len(MIN_VALUES_PER_TASK);
+        values.for_each(|(working, &w)| *working = precision.round(w));
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ops::testing::{assert_close, cpu};
-    use crate::tensor::MemoryCategory;
+    use crate::ops::testing::assert_close;
 
     #[test]
     fn three_updates_agree_with_the_formula_in_f64() {
-        let device = cpu(2);
-        let tensor = |v: Vec<f32>| device.tensor(MemoryCategory::Optimizer, &[v.len()], v);
-        let mut w = tensor(vec![0.5, -1.0, 2.0]);
-        let (mut m, mut v) = (tensor(vec![0.0; 3]), tensor(vec![0.0; 3]));
+        let (mut w, mut m, mut v) = ([0.5, -1.0, 2.0], [0.0; 3], [0.0; 3]);
+        let mut working = [0.0; 3];
         let mut want = [(0.5f64, 0.0f64, 0.0f64), (-1.0, 0.0, 0.0), (2.0, 0.0, 0.0)];
         for step in 1..=3u64 {
             let g = [0.1 * step as f32, -0.2, 1e-4];
             let p = AdamWParams { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1, step };
-            let grad = tensor(g.to_vec());
-            update(&device, &p, GradScale::Host(0.5), &mut w, None, &grad, &mut m, &mut v);
+            update(Precision::Bf16, &p, 0.5, &mut w, Some(&mut working), &g, &mut m, &mut v);
             for ((w, m, v), g) in want.iter_mut().zip(g) {
                 let g = f64::from(g) * 0.5;
                 *w *= 1.0 - 1e-2 * 0.1;
@@ -129,6 +106,7 @@ mod tests {
                 *w -= 1e-2 * m_hat / (v_hat.sqrt() + 1e-8);
             }
         }
-        assert_close("weights", w.f32s(), &want.map(|w| w.0 as f32), 1e-6);
+        assert_close("weights", &w, &want.map(|w| w.0 as f32), 1e-6);
+        assert_eq!(working, w.map(|w| Precision::Bf16.round(w)));
     }
 }

@@ -3,10 +3,11 @@
 use super::config::OptimizerConfig;
 use crate::layers::parameter::{Grads, ParamId, Parameter};
 use crate::model::transformer::Transformer;
-use crate::ops::adamw::{self, AdamWParams, GradScale};
+use crate::ops::adamw::{self, AdamWParams};
 use crate::ops::cross_entropy::LossSum;
-use crate::ops::norm::{self, ClipState, ClipValues};
-use crate::tensor::{Device, MemoryCategory, Tensor};
+use crate::ops::multi_tensor::{Member, MultiTensor};
+use crate::ops::norm::{self, ClipValues};
+use crate::tensor::{Device, Gpu, MemoryCategory, Tensor};
 
 /// Optimizer state of one parameter.
 #[derive(Debug)]
@@ -21,6 +22,8 @@ struct Slot {
 pub struct Optimizer {
     slots: Vec<Slot>,
     updates: u64,
+    /// On a GPU.
+    table: Option<MultiTensor>,
 }
 
 /// A gradient that is not finite.
@@ -41,7 +44,7 @@ impl Optimizer {
             Slot { id, m: zeros(), v: zeros() }
         };
         let slots = model.params().iter().filter(|(_, p)| p.trainable).map(|(id, p)| slot(id, p)).collect();
-        Self { slots, updates: 0 }
+        Self { slots, updates: 0, table: None }
     }
 
     /// Updates done.
@@ -62,13 +65,19 @@ impl Optimizer {
         config: &OptimizerConfig,
         lr: f64,
     ) -> Result<ClipValues, BadGradient> {
-        let device = model.device().clone();
-        let values = match (&device, loss) {
+        let params = AdamWParams {
+            lr,
+            beta1: config.beta1,
+            beta2: config.beta2,
+            eps: config.eps,
+            weight_decay: config.weight_decay,
+            step: self.updates + 1,
+        };
+        let values = match (model.device().clone(), loss) {
             (Device::Cuda(gpu), LossSum::Device(loss)) => {
-                let all = self.slots.iter().filter_map(|slot| grads.get(slot.id));
-                let state = ClipState::new(&device, gpu, all, loss, config.max_grad_norm);
-                self.update(model, grads, config, lr, GradScale::Device(&state));
-                state.read()
+                let table = self.table(model, grads, &gpu);
+                table.step(&gpu, &params, loss, config.max_grad_norm);
+                table.read()
             }
             _ => {
                 let all = self.slots.iter().filter_map(|slot| grads.get(slot.id));
@@ -76,7 +85,7 @@ impl Optimizer {
                 let (scale, loss_sum) = (norm::clip_coefficient(norm, config.max_grad_norm), loss.read());
                 let finite = norm.is_finite() && loss_sum.is_finite();
                 if finite {
-                    self.update(model, grads, config, lr, GradScale::Host(scale));
+                    self.update_on_cpu(model, grads, &params, scale);
                 }
                 ClipValues { norm, scale, finite, loss_sum }
             }
@@ -91,28 +100,37 @@ impl Optimizer {
         }
     }
 
-    fn update(
-        &mut self,
-        model: &mut Transformer,
-        grads: &Grads,
-        config: &OptimizerConfig,
-        lr: f64,
-        scale: GradScale<'_>,
-    ) {
-        let device = model.device().clone();
+    /// Sets every gradient to zero.
+    pub fn clear_gradients(&mut self, model: &Transformer, grads: &mut Grads) {
+        match model.device() {
+            Device::Cpu(_) => grads.zero(),
+            Device::Cuda(gpu) => self.table(model, grads, gpu).clear_gradients(gpu),
+        }
+    }
+
+    /// The table of trainable tensors, made when it is first needed: parameters, gradients and state stay where they are.
+    fn table(&mut self, model: &Transformer, grads: &Grads, gpu: &Gpu) -> &MultiTensor {
+        let Self { slots, table, .. } = self;
+        table.get_or_insert_with(|| {
+            let members = slots.iter().filter_map(|Slot { id, m, v }| {
+                let Parameter { value, working, .. } = model.params().get(*id);
+                let (grad, decays) = (grads.get(*id)?, decays(value));
+                Some(Member { param: value, working: working.as_ref(), grad, m, v, decays })
+            });
+            MultiTensor::new(model.device(), gpu, members)
+        })
+    }
+
+    fn update_on_cpu(&mut self, model: &mut Transformer, grads: &Grads, params: &AdamWParams, scale: f32) {
+        let precision = model.device().precision();
         for Slot { id, m, v } in &mut self.slots {
             let Some(grad) = grads.get(*id) else { continue };
             let Parameter { value, working, .. } = model.params_mut().get_mut(*id);
-            let weight_decay = if value.shape().len() > 1 { config.weight_decay } else { 0.0 };
-            let params = AdamWParams {
-                lr,
-                beta1: config.beta1,
-                beta2: config.beta2,
-                eps: config.eps,
-                weight_decay,
-                step: self.updates + 1,
-            };
-            adamw::update(&device, &params, scale, value, working.as_mut(), grad, m, v);
+            let weight_decay = if decays(value) { params.weight_decay } else { 0.0 };
+            let params = AdamWParams { weight_decay, ..*params };
+            let working = working.as_mut().map(Tensor::f32s_mut);
+            let (value, grad, m, v) = (value.f32s_mut(), grad.f32s(), m.f32s_mut(), v.f32s_mut());
+            adamw::update(precision, &params, scale, value, working, grad, m, v);
         }
     }
 
@@ -122,4 +140,9 @@ impl Optimizer {
             Some(BadGradient { name: model.params().name(slot.id).to_owned(), value })
         })
     }
+}
+
+/// Whether weight decay acts on a parameter: not on those of one dimension (norms and biases).
+fn decays(value: &Tensor) -> bool {
+    value.shape().len() > 1
 }

@@ -118,7 +118,7 @@ impl Trainer {
         clock.book(Phase::DataWait, Pass::Step, data_wait_ms);
         {
             let _phase = clock.enter(Phase::Optimizer, Pass::Step, None);
-            self.grads.zero();
+            self.optimizer.clear_gradients(&self.model, &mut self.grads);
         }
         let mut loss = LossSum::new(&device);
         for (i, batch) in micro_batches.iter().enumerate() {

@@ -4,11 +4,13 @@
 //! bf16 rounding, both fed the same bf16 inputs.
 
 use tandem::base::rng::{Philox, unit_f32};
+use tandem::ops::adamw::AdamWParams;
 use tandem::ops::attention::{self, AttentionShape, Saved, TileList};
 use tandem::ops::cross_entropy::{self, LossSum};
 use tandem::ops::dropout::{self, DropoutKey};
+use tandem::ops::multi_tensor::{Member, MultiTensor};
 use tandem::ops::rope::{self, RopeTable};
-use tandem::ops::{elementwise, embedding, matmul, rms_norm, swiglu};
+use tandem::ops::{adamw, elementwise, embedding, matmul, norm, rms_norm, swiglu};
 use tandem::tensor::{Device, MemoryCategory, Precision, Tensor};
 
 use super::golden_family::error;
@@ -243,4 +245,66 @@ fn attention_over_ragged_documents() {
             },
         );
     }
+}
+
+#[test]
+fn optimizer_over_many_tensors_follows_the_cpu() {
+    let Some(mut b) = Bench::new() else { return };
+    let gpu = match &b.devices[2] {
+        Device::Cuda(gpu) => gpu.clone(),
+        Device::Cpu(_) => unreachable!("the third device is the GPU"),
+    };
+    let device = b.devices[2].clone();
+    let lengths = [1, 8, 16_384, 16_385, 100_000];
+    let start: Vec<[Vec<f32>; 2]> = lengths.iter().map(|&n| [b.values(n), b.values(n)]).collect();
+    let zeros = |n| device.zeros_f32(SCRATCH, &[n]);
+    let tensors: Vec<[Tensor; 5]> = start
+        .iter()
+        .map(|[w, g]| {
+            let n = w.len();
+            let of = |x: &Vec<f32>| device.tensor_f32(SCRATCH, &[n], x.clone());
+            [of(w), device.empty(SCRATCH, &[n]), of(g), zeros(n), zeros(n)]
+        })
+        .collect();
+    let members = tensors.iter().enumerate().map(|(i, [param, working, grad, m, v])| Member {
+        param,
+        working: (i % 2 == 0).then_some(working),
+        grad,
+        m,
+        v,
+        decays: i != 1,
+    });
+    let table = MultiTensor::new(&device, &gpu, members);
+    let loss = device.tensor_f32(SCRATCH, &[1], vec![3.0]);
+    let p = |step| AdamWParams { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1, step };
+    let norm = start.iter().map(|[_, g]| norm::sum_of_squares(g)).sum::<f64>().sqrt();
+    let mut cpu: Vec<[Vec<f32>; 3]> =
+        start.iter().map(|[w, _]| [w.clone(), vec![0.0; w.len()], vec![0.0; w.len()]]).collect();
+    for step in 1..=3 {
+        table.step(&gpu, &p(step), &loss, 1.0);
+        let values = table.read();
+        assert!(values.finite && (values.norm - norm).abs() < 1e-4 * norm && values.loss_sum == 3.0, "{values:?}");
+        let scale = norm::clip_coefficient(norm, 1.0);
+        for (i, ([w, m, v], [_, g])) in cpu.iter_mut().zip(&start).enumerate() {
+            let p = AdamWParams { weight_decay: if i == 1 { 0.0 } else { 0.1 }, ..p(step) };
+            adamw::update(Precision::F32, &p, scale, w, None, g, m, v);
+        }
+    }
+    for (i, ([param, working, ..], [w, ..])) in tensors.iter().zip(&cpu).enumerate() {
+        assert!(error(&param.to_vec(), w) < 1e-5, "tensor {i}");
+        if i % 2 == 0 {
+            assert!(error(&working.to_vec(), w) < ROUNDING, "working copy {i}");
+        }
+    }
+    // A gradient that is not finite forbids the update, and clearing makes it finite again.
+    let before = tensors[2][0].to_vec();
+    let mut bad = start[0][1].clone();
+    bad[0] = f32::NAN;
+    gpu.upload(tensors[0][2].pointer(), &bad);
+    table.step(&gpu, &p(4), &loss, 1.0);
+    assert!(!table.read().finite);
+    assert_eq!(tensors[2][0].to_vec(), before);
+    table.clear_gradients(&gpu);
+    assert!(tensors.iter().all(|t| t[2].to_vec().iter().all(|&g| g == 0.0)));
+    device.check().unwrap();
 }

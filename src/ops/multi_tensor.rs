@@ -1,0 +1,143 @@
+//! The optimizer's work on a GPU over all trainable tensors at once: clearing gradients, their norm, the update. A launch each.
+
+use std::mem::offset_of;
+
+use super::adamw::AdamWParams;
+use super::norm::ClipValues;
+use crate::kernel_args;
+use crate::tensor::cuda::{CudaBuffer, Launch};
+use crate::tensor::{Device, Gpu, MemoryCategory, Tensor};
+
+/// Values a block works on; the kernels have the same number.
+const CHUNK: usize = 16_384;
+
+/// One trainable tensor, laid out as in `kernels/adamw.cu`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct Entry {
+    param: u64,
+    working: u64,
+    grad: u64,
+    m: u64,
+    v: u64,
+    n: i64,
+    decays: i32,
+    padding: i32,
+}
+
+const _: () = assert!(size_of::<Entry>() == 56 && offset_of!(Entry, n) == 40 && offset_of!(Entry, decays) == 48);
+
+/// A run of values of one tensor.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct Chunk {
+    tensor: i32,
+    number: i32,
+}
+
+/// One trainable tensor; all parts have its shape, f32 but for `working`.
+#[derive(Debug, Clone, Copy)]
+pub struct Member<'a> {
+    /// Value.
+    pub param: &'a Tensor,
+    /// Copy of the value that products read, where that is another tensor.
+    pub working: Option<&'a Tensor>,
+    /// Gradient.
+    pub grad: &'a Tensor,
+    /// First moment.
+    pub m: &'a Tensor,
+    /// Second moment.
+    pub v: &'a Tensor,
+    /// Whether weight decay acts on it.
+    pub decays: bool,
+}
+
+/// The table of trainable tensors and its work list, in device memory. The tensors must stay where they are.
+#[derive(Debug)]
+pub struct MultiTensor {
+    entries: CudaBuffer,
+    chunks: CudaBuffer,
+    num_chunks: usize,
+    partials: Tensor,
+    /// {norm, factor on the gradient, 1 if the update may happen, sum of losses}.
+    state: Tensor,
+}
+
+impl MultiTensor {
+    /// Builds the table.
+    pub fn new<'a>(device: &Device, gpu: &Gpu, members: impl Iterator<Item = Member<'a>>) -> Self {
+        let (mut entries, mut chunks) = (Vec::new(), Vec::new());
+        for (tensor, member) in members.enumerate() {
+            let n = member.param.len();
+            let parts = [member.grad, member.m, member.v];
+            assert!(parts.iter().all(|part| part.len() == n), "shapes of an optimizer's tensors");
+            entries.push(Entry {
+                param: member.param.pointer(),
+                working: member.working.map_or(0, Tensor::pointer),
+                grad: member.grad.pointer(),
+                m: member.m.pointer(),
+                v: member.v.pointer(),
+                n: n as i64,
+                decays: i32::from(member.decays),
+                padding: 0,
+            });
+            chunks.extend((0..n.div_ceil(CHUNK)).map(|number| Chunk { tensor: tensor as i32, number: number as i32 }));
+        }
+        let category = MemoryCategory::Optimizer;
+        let [on_entries, on_chunks] =
+            [size_of_val(entries.as_slice()), size_of_val(chunks.as_slice())].map(|bytes| gpu.alloc(category, bytes));
+        gpu.upload(on_entries.pointer(), &entries);
+        gpu.upload(on_chunks.pointer(), &chunks);
+        Self {
+            entries: on_entries,
+            num_chunks: chunks.len(),
+            chunks: on_chunks,
+            partials: device.empty_f32(category, &[chunks.len()]),
+            state: device.empty_f32(category, &[4]),
+        }
+    }
+
+    /// Queues clearing of all gradients.
+    pub fn clear_gradients(&self, gpu: &Gpu) {
+        gpu.launch("clear_gradients", self.launch(), kernel_args![self.entries.pointer(), self.chunks.pointer()]);
+    }
+
+    /// Queues the norm of the gradients, the clip factor for `max_norm` (0: none), the finite flag in which `loss_sum` [1] takes part, and
+    /// one update, which is left out on the device where something is not finite.
+    pub fn step(&self, gpu: &Gpu, p: &AdamWParams, loss_sum: &Tensor, max_norm: f64) {
+        let (entries, chunks) = (self.entries.pointer(), self.chunks.pointer());
+        let (partials, state) = (self.partials.pointer(), self.state.pointer());
+        gpu.launch("sum_of_squares", self.launch(), kernel_args![entries, chunks, partials]);
+        let args = kernel_args![partials, self.num_chunks as i32, loss_sum.pointer(), max_norm as f32, state];
+        gpu.launch("clip_state", Launch::new(1, 1024), args);
+        let c = p.constants();
+        let args = kernel_args![
+            entries,
+            chunks,
+            state,
+            c.step_size,
+            c.decay,
+            c.one_minus_beta1,
+            c.beta2,
+            c.one_minus_beta2,
+            c.root_correction2,
+            c.eps
+        ];
+        gpu.launch("adamw", self.launch(), args);
+    }
+
+    /// What clipping found; this waits for the device.
+    pub fn read(&self) -> ClipValues {
+        let values = self.state.to_vec();
+        ClipValues {
+            norm: f64::from(values[0]),
+            scale: values[1],
+            finite: values[2] != 0.0,
+            loss_sum: f64::from(values[3]),
+        }
+    }
+
+    fn launch(&self) -> Launch {
+        Launch::new(self.num_chunks, 512)
+    }
+}
