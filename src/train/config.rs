@@ -140,6 +140,8 @@ pub struct TrainConfig {
     pub device: DeviceChoice,
     /// CPU threads; 0 means one a core.
     pub threads: usize,
+    /// GiB of the GPU's memory to use at most, the driver's own part included: trains as on a smaller card. 0 means all that is free.
+    pub vram_limit_gib: f64,
 }
 
 impl Default for TrainConfig {
@@ -154,6 +156,7 @@ impl Default for TrainConfig {
             precision: Precision::F32,
             device: DeviceChoice::Auto,
             threads: 0,
+            vram_limit_gib: 0.0,
         }
     }
 }

@@ -218,6 +218,8 @@ fn train(config: &RunConfig, check: &mut Checker) {
     }
     check.value("train.grad_accum_steps", train.grad_accum_steps, train.grad_accum_steps >= 1, "it must be at least 1");
     check.value("train.threads", train.threads, train.threads <= 4096, "it must be at most 4096; 0 means one a core");
+    let limit = train.vram_limit_gib;
+    check.value("train.vram_limit_gib", limit, limit.is_finite() && limit >= 0.0, "it must be 0 (no limit) or more");
 }
 
 #[cfg(test)]
@@ -270,6 +272,7 @@ mod tests {
             ("train.epochs", |c| c.train.epochs = 0.0),
             ("train.grad_accum_steps", |c| c.train.grad_accum_steps = 0),
             ("train.threads", |c| c.train.threads = 5000),
+            ("train.vram_limit_gib", |c| c.train.vram_limit_gib = -1.0),
         ];
         for (field, change) in changes {
             let mut config = valid();

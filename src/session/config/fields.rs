@@ -108,6 +108,7 @@ pub const FIELDS: &[Field] = &[
     field("train", "precision", FieldKind::Choice(&["f32", "bf16"])),
     field("train", "device", FieldKind::Choice(&["auto", "cpu", "cuda"])),
     field("train", "threads", FieldKind::Integer),
+    field("train", "vram_limit_gib", FieldKind::Float),
 ];
 
 /// Names other tools use, and the field that means the same here.

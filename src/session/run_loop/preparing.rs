@@ -117,13 +117,18 @@ pub(super) fn prepare(context: &RunContext) -> Result<Option<Prepared>> {
 fn choose_device(config: &RunConfig, sink: &EventSink) -> Result<Device> {
     let train = &config.train;
     let cpu = || Device::cpu(train.threads, train.precision);
+    let limit = (train.vram_limit_gib > 0.0).then_some((train.vram_limit_gib * f64::from(1 << 30)) as u64);
     match train.device {
         DeviceChoice::Cpu => cpu(),
-        DeviceChoice::Cuda => Device::cuda().map_err(|reason| {
+        DeviceChoice::Cuda => Device::cuda_within(limit).map_err(|reason| {
             anyhow::Error::new(reason).context("`device` in [train] is \"cuda\"; set it to \"cpu\" or \"auto\"")
         }),
-        DeviceChoice::Auto => match Device::cuda() {
-            Ok(device) => Ok(device),
+        DeviceChoice::Auto => match Device::cuda_within(limit) {
+            Ok(device) => {
+                let text = format!("training on {}, the first GPU found", device.describe());
+                sink.note(NoteLevel::Info, text);
+                Ok(device)
+            }
             Err(reason) => {
                 sink.note(NoteLevel::Info, format!("training on the CPU, because there is {reason}"));
                 cpu()

@@ -46,7 +46,9 @@ pub(super) fn save(
             let path = folder.join(format!("model{suffix}"));
             let notes = export::model::save(&path, model.config(), Dtype::F32, checkpoint.path(), |name| {
                 let parameter = model.params().find(name).with_context(|| format!("the model has no {name}"))?;
-                Ok(Cow::Borrowed(parameter.value.f32s()))
+                let values = parameter.value.to_vec();
+                model.device().check()?;
+                Ok(Cow::Owned(values))
             })?;
             Ok(Saved { path, notes })
         }
@@ -63,9 +65,10 @@ fn weights(model: &Transformer, method: &MethodConfig, base: &Path) -> Result<Ad
         tensors.push(NamedTensor {
             name: adapter::tensor_name(module, side),
             shape: parameter.value.shape().to_vec(),
-            data: parameter.value.f32s().to_vec(),
+            data: parameter.value.to_vec(),
         });
     }
+    model.device().check()?;
     let config = AdapterConfig {
         base_model_name_or_path: Some(base.display().to_string()),
         r: method.r,
