@@ -16,7 +16,7 @@ import sys
 import zipfile
 
 TARGETS = ["compute_80", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"]
-OPTIONS = ["-std=c++17", "-default-device", "--use_fast_math", "-lineinfo"]
+OPTIONS = ["-std=c++17", "-default-device", "--use_fast_math"]
 KERNEL = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(')
 
 

@@ -1,9 +1,15 @@
-//! Launchers of packed attention on a GPU.
+//! Launchers of packed attention on a GPU: the tiled kernels where they take the head size, the plain ones elsewhere.
 
+use super::kernels::{Kernel, KernelSet};
+use super::params::{BackwardParams, ForwardParams};
+use super::work_list::Side;
 use super::{AttentionShape, Saved, TileList};
 use crate::kernel_args;
 use crate::tensor::cuda::Launch;
-use crate::tensor::{Gpu, Tensor};
+use crate::tensor::{Gpu, MemoryCategory, Tensor};
+
+/// Dynamic shared memory that a kernel may have without asking, in bytes.
+const FREE_SHARED_BYTES: u32 = 48 << 10;
 
 /// Warps a block of the plain kernels: each has a head.
 const WARPS: usize = 4;
@@ -33,6 +39,106 @@ impl PlainShape {
     }
 }
 
+/// The tiled kernels for this layer, if they take its head size.
+fn tiled(gpu: &Gpu, shape: &AttentionShape) -> Option<KernelSet> {
+    KernelSet::choose(shape.head_dim, shape.group(), gpu.facts().max_shared_bytes)
+}
+
+/// The greatest grid that `kernel` can need, so that a recorded graph serves any batch of as many rows: blocks past the last tile return.
+fn tiled_launch(gpu: &Gpu, kernel: &Kernel, capacity: usize, heads: usize) -> Launch {
+    if kernel.shared_bytes > FREE_SHARED_BYTES {
+        gpu.allow_shared_bytes(kernel.name, kernel.shared_bytes);
+    }
+    Launch { shared_bytes: kernel.shared_bytes, ..Launch::new(capacity * (heads / kernel.heads), kernel.threads) }
+}
+
+fn forward_tiled(
+    gpu: &Gpu,
+    shape: &AttentionShape,
+    tiles: &TileList,
+    set: &KernelSet,
+    [q, k, v]: [&Tensor; 3],
+    o: &Tensor,
+    softmax_lse: &Tensor,
+) {
+    let (query_tiles, num_query_tiles, capacity) = tiles.work_of(Side::Query, set.forward.rows);
+    let params = ForwardParams {
+        q: q.pointer(),
+        k: k.pointer(),
+        v: v.pointer(),
+        o: o.pointer(),
+        softmax_lse: softmax_lse.pointer(),
+        sinks: 0,
+        query_tiles,
+        num_query_tiles,
+        first_key: tiles.work_pointer(),
+        q_stride: q.cols() as i32,
+        k_stride: k.cols() as i32,
+        v_stride: v.cols() as i32,
+        o_stride: o.cols() as i32,
+        num_heads: shape.num_heads as i32,
+        num_kv_heads: shape.num_kv_heads as i32,
+        head_dim: shape.head_dim as i32,
+        scale: shape.scale,
+    };
+    let launch = tiled_launch(gpu, &set.forward, capacity, shape.num_heads);
+    gpu.launch_struct(set.forward.name, launch, &params);
+}
+
+fn backward_tiled(
+    gpu: &Gpu,
+    shape: &AttentionShape,
+    tiles: &TileList,
+    set: &KernelSet,
+    saved: &Saved<'_>,
+    d_o: &Tensor,
+    [dq, dk, dv]: [&Tensor; 3],
+) {
+    let (query_tiles, num_query_tiles, query_room) = tiles.work_of(Side::Query, set.query.rows);
+    let (key_tiles, num_key_tiles, key_room) = tiles.work_of(Side::Key, set.key.rows);
+    // (lse, D) in f32 for every head and row.
+    let stats_bytes = 2 * size_of::<f32>() * shape.num_heads * tiles.total_tokens();
+    let row_stats = gpu.alloc(MemoryCategory::Workspace, stats_bytes);
+    let _charge = gpu.ledger().charge(MemoryCategory::Workspace, stats_bytes as u64);
+    let params = BackwardParams {
+        q: saved.q.pointer(),
+        k: saved.k.pointer(),
+        v: saved.v.pointer(),
+        o: saved.o.pointer(),
+        d_o: d_o.pointer(),
+        softmax_lse: saved.softmax_lse.pointer(),
+        row_stats: row_stats.pointer(),
+        dq: dq.pointer(),
+        dk: dk.pointer(),
+        dv: dv.pointer(),
+        sinks: 0,
+        sink_partials: 0,
+        d_sinks: 0,
+        query_tiles,
+        num_query_tiles,
+        key_tiles,
+        num_key_tiles,
+        first_key: tiles.work_pointer(),
+        q_stride: saved.q.cols() as i32,
+        k_stride: saved.k.cols() as i32,
+        v_stride: saved.v.cols() as i32,
+        o_stride: saved.o.cols() as i32,
+        do_stride: d_o.cols() as i32,
+        dq_stride: dq.cols() as i32,
+        dk_stride: dk.cols() as i32,
+        dv_stride: dv.cols() as i32,
+        num_heads: shape.num_heads as i32,
+        num_kv_heads: shape.num_kv_heads as i32,
+        head_dim: shape.head_dim as i32,
+        scale: shape.scale,
+        num_tokens: tiles.total_tokens() as i32,
+    };
+    let launch = tiled_launch(gpu, &set.query, query_room, shape.num_heads);
+    gpu.launch_struct(set.query.name, launch, &params);
+    let launch = tiled_launch(gpu, &set.key, key_room, shape.num_kv_heads);
+    gpu.launch_struct(set.key.name, launch, &params);
+}
+
 pub(super) fn forward(
     gpu: &Gpu,
     shape: &AttentionShape,
@@ -41,6 +147,9 @@ pub(super) fn forward(
     o: &Tensor,
     softmax_lse: &Tensor,
 ) {
+    if let Some(set) = tiled(gpu, shape) {
+        return forward_tiled(gpu, shape, tiles, &set, [q, k, v], o, softmax_lse);
+    }
     let p = PlainShape::new(shape, tiles);
     let args = kernel_args![
         q.pointer(),
@@ -67,6 +176,9 @@ pub(super) fn backward(
     d_o: &Tensor,
     [dq, dk, dv]: [&Tensor; 3],
 ) {
+    if let Some(set) = tiled(gpu, shape) {
+        return backward_tiled(gpu, shape, tiles, &set, saved, d_o, [dq, dk, dv]);
+    }
     let p = PlainShape::new(shape, tiles);
     let [q, k, v, o, lse] = [saved.q, saved.k, saved.v, saved.o, saved.softmax_lse].map(Tensor::pointer);
     let args = kernel_args![

@@ -9,7 +9,10 @@
 
 mod cpu;
 mod cuda;
+mod kernels;
+mod params;
 mod tiles;
+mod work_list;
 
 pub use tiles::{Tile, TileList};
 

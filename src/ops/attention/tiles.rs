@@ -1,5 +1,6 @@
 //! Work lists of packed attention: which rows meet which, built once per batch and window.
 
+use super::work_list::{self, Side};
 use crate::tensor::{Device, Indices, MemoryCategory};
 
 /// Rows of one tile.
@@ -30,12 +31,13 @@ pub struct TileList {
     total_tokens: usize,
     /// On a GPU, i32 [2, T]: first row and one past the last row of each row's document.
     bounds: Option<Indices>,
+    /// On a GPU, what the tiled kernels read (see `work_list`).
+    work: Option<Indices>,
 }
 
 impl TileList {
-    /// Builds the lists from `cu_seqlens` [num_seqs + 1]. `window` counts the query itself, so it is at least 1; `None` is full attention.
+    /// Builds the lists from `cu_seqlens` [num_seqs + 1]. `window` counts the query itself; `None` is full attention.
     pub fn new(cu_seqlens: &[i32], window: Option<usize>) -> Self {
-        assert_ne!(window, Some(0), "a window of 0 sees nothing, not even the query itself");
         let window = window.unwrap_or(usize::MAX);
         let (mut query_tiles, mut key_tiles) = (Vec::new(), Vec::new());
         for bounds in cu_seqlens.windows(2) {
@@ -49,7 +51,7 @@ impl TileList {
             }
         }
         let total_tokens = cu_seqlens.last().map_or(0, |&end| end as usize);
-        Self { query_tiles, key_tiles, window, total_tokens, bounds: None }
+        Self { query_tiles, key_tiles, window, total_tokens, bounds: None, work: None }
     }
 
     /// Builds the lists and uploads what the device's kernels read of them.
@@ -60,6 +62,8 @@ impl TileList {
             let starts = documents().flat_map(|w| (w[0]..w[1]).map(|_| w[0]));
             let ends = documents().flat_map(|w| (w[0]..w[1]).map(|_| w[1]));
             list.bounds = Some(device.indices(MemoryCategory::Metadata, starts.chain(ends).collect()));
+            let work = work_list::build(cu_seqlens, list.window);
+            list.work = Some(device.indices(MemoryCategory::Metadata, work));
         }
         list
     }
@@ -67,6 +71,18 @@ impl TileList {
     /// Address of the document bounds of every row, on a GPU.
     pub(super) fn bounds_pointer(&self) -> u64 {
         self.bounds.as_ref().map_or(0, Indices::pointer)
+    }
+
+    /// Address of the tiled kernels' work lists, on a GPU. They begin with the first key of every row.
+    pub(super) fn work_pointer(&self) -> u64 {
+        self.work.as_ref().map_or(0, Indices::pointer)
+    }
+
+    /// Address of the tiles of one height, address of their number, and the most there can be.
+    pub(super) fn work_of(&self, side: Side, height: usize) -> (u64, u64, usize) {
+        let place = work_list::place(side, height, self.total_tokens);
+        let at = |numbers: usize| self.work_pointer() + (numbers * size_of::<i32>()) as u64;
+        (at(place.tiles), at(place.count), place.capacity)
     }
 
     /// Rows of the batch.

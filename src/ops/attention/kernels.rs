@@ -1,0 +1,179 @@
+//! The tiled attention kernels: their sizes, and which of them serve a model on a card.
+
+/// One compiled kernel. Sizes as in `kernels/attention_forward.cu` and `kernels/attention_backward.cu`; a test compares.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Kernel {
+    pub name: &'static str,
+    /// Head size it pads to.
+    head_dim: usize,
+    /// Query heads of one block (a divisor of the GQA group); 1 for key kernels, whose blocks serve a key head.
+    pub heads: usize,
+    /// Rows of a tile in its work list.
+    pub rows: usize,
+    /// Threads a block.
+    pub threads: u32,
+    /// Dynamic shared memory a block, in bytes.
+    pub shared_bytes: u32,
+    /// Whether it wants the SM of a data-center card: several such blocks do not fit in 100 KB.
+    large: bool,
+}
+
+const fn kernel(
+    name: &'static str,
+    head_dim: usize,
+    heads: usize,
+    rows: usize,
+    threads: u32,
+    shared_bytes: u32,
+    large: bool,
+) -> Kernel {
+    Kernel { name, head_dim, heads, rows, threads, shared_bytes, large }
+}
+
+/// Best first among those that fit.
+const FORWARD: [Kernel; 10] = [
+    kernel("attention_forward_d64_h4", 64, 4, 32, 128, 40_960, true),
+    kernel("attention_forward_d64_h4_small", 64, 4, 16, 128, 16_384, false),
+    kernel("attention_forward_d64", 64, 1, 64, 128, 16_384, false),
+    kernel("attention_forward_d96_h4", 96, 4, 32, 128, 81_920, false),
+    kernel("attention_forward_d96", 96, 1, 128, 128, 81_920, false),
+    kernel("attention_forward_d128_h4", 128, 4, 32, 128, 65_536, true),
+    kernel("attention_forward_d128_h4_small", 128, 4, 32, 256, 65_536, false),
+    kernel("attention_forward_d128_h2", 128, 2, 64, 128, 65_536, true),
+    kernel("attention_forward_d128", 128, 1, 128, 128, 65_536, true),
+    kernel("attention_forward_d128_small", 128, 1, 128, 256, 65_536, false),
+];
+
+/// Best first among those that fit.
+const QUERY: [Kernel; 8] = [
+    kernel("attention_backward_query_d64_h4", 64, 4, 16, 128, 32_768, false),
+    kernel("attention_backward_query_d64", 64, 1, 64, 128, 32_768, false),
+    kernel("attention_backward_query_d96_h4", 96, 4, 16, 128, 49_152, false),
+    kernel("attention_backward_query_d96", 96, 1, 64, 128, 49_152, false),
+    kernel("attention_backward_query_d128_h4", 128, 4, 32, 128, 98_304, true),
+    kernel("attention_backward_query_d128_h4_small", 128, 4, 16, 128, 49_152, false),
+    kernel("attention_backward_query_d128_h2", 128, 2, 32, 128, 49_152, false),
+    kernel("attention_backward_query_d128", 128, 1, 64, 128, 49_152, false),
+];
+
+const KEY: [Kernel; 3] = [
+    kernel("attention_backward_key_d64", 64, 1, 128, 128, 49_920, false),
+    kernel("attention_backward_key_d96", 96, 1, 64, 128, 49_920, false),
+    kernel("attention_backward_key_d128", 128, 1, 64, 128, 49_920, false),
+];
+
+/// Shared memory a block may have on a card whose SM holds several blocks of the large kernels, in bytes.
+const LARGE_SHARED_BYTES: u32 = 160 << 10;
+
+/// The kernels of one model on one card.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct KernelSet {
+    pub forward: Kernel,
+    pub query: Kernel,
+    pub key: Kernel,
+}
+
+impl KernelSet {
+    /// The best kernels for heads of `head_dim` in GQA groups of `group`, where a block may have `max_shared_bytes`; `None` when the tiled
+    /// kernels do not take this head size.
+    pub fn choose(head_dim: usize, group: usize, max_shared_bytes: u32) -> Option<Self> {
+        if head_dim == 0 || !head_dim.is_multiple_of(8) {
+            return None;
+        }
+        let padded = [64, 96, 128].into_iter().find(|&size| head_dim <= size)?;
+        let large = max_shared_bytes >= LARGE_SHARED_BYTES;
+        let best = |kernels: &[Kernel]| {
+            let fits = |k: &&Kernel| k.head_dim == padded && group.is_multiple_of(k.heads) && (large || !k.large);
+            kernels.iter().find(fits).copied()
+        };
+        Some(Self { forward: best(&FORWARD)?, query: best(&QUERY)?, key: best(&KEY)? })
+    }
+
+    /// All three.
+    #[cfg(test)]
+    pub fn each(&self) -> [Kernel; 3] {
+        [self.forward, self.query, self.key]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::work_list::{KEY_HEIGHTS, QUERY_HEIGHTS};
+    use super::*;
+
+    /// The tables repeat what the CUDA sources say, so the sources are read here and every number is derived again.
+    #[test]
+    fn sizes_are_those_of_the_cuda_sources() {
+        let sources = [
+            include_str!("../../../kernels/attention_forward.cu"),
+            include_str!("../../../kernels/attention_backward.cu"),
+        ];
+        let mut seen = 0;
+        let lines: Vec<&str> = sources.iter().flat_map(|source| source.lines()).collect();
+        for pair in lines.windows(2).filter(|pair| pair[0].starts_with("using ") && pair[0].contains('<')) {
+            let (shape, arguments) = pair[0].split_once(" = ").unwrap().1.split_once('<').unwrap();
+            let name = pair[1].split_once(") ").unwrap().1.split_once('(').unwrap().0;
+            let n: Vec<usize> = arguments
+                .trim_end_matches(">;")
+                .split(", ")
+                .map(|x| x.parse().unwrap_or(usize::from(x == "true")))
+                .collect();
+            // Values of a row in shared memory: whole lines of 128 bytes.
+            let pitch = if n[0] <= 64 { 64 } else { 128 };
+            let (heads, rows, warps, values, extra) = match (shape, &n[..]) {
+                ("ForwardShape", &[_, rows, heads, step, stages, warps, registers]) => {
+                    let (stream, own) = (2 * stages * step, rows);
+                    let values = if registers == 1 { stream.max(own) } else { stream + own };
+                    (heads, rows / heads, warps, values, 0)
+                }
+                ("QueryShape", &[_, rows, heads, step, _, stages, warps, registers]) => {
+                    let (stream, own) = (2 * stages * step, 2 * rows);
+                    let values = if registers == 1 { stream.max(own) } else { stream + own };
+                    (heads, rows / heads, warps, values, 0)
+                }
+                ("KeyShape", &[_, rows, step, _, stages, warps, k, v]) => {
+                    let (stream, kept) = (2 * stages * step, 2 - k - v);
+                    (1, rows, warps, kept * rows + stream.max((2 - kept) * rows), 4 * stages * 3 * step)
+                }
+                other => panic!("{other:?}"),
+            };
+            let table: &[Kernel] = match shape {
+                "ForwardShape" => &FORWARD,
+                "QueryShape" => &QUERY,
+                _ => &KEY,
+            };
+            let found = table.iter().find(|kernel| kernel.name == name).unwrap_or_else(|| panic!("{name}"));
+            let shared = (2 * values * pitch + extra) as u32;
+            assert_eq!(
+                (found.head_dim, found.heads, found.rows, found.threads, found.shared_bytes),
+                (n[0], heads, rows, 32 * warps as u32, shared),
+                "{name}"
+            );
+            seen += 1;
+        }
+        assert_eq!(seen, FORWARD.len() + QUERY.len() + KEY.len());
+    }
+
+    #[test]
+    fn every_head_size_and_group_has_kernels_that_fit() {
+        for head_dim in (8..=128).step_by(8) {
+            for group in 1..=16 {
+                for max_shared_bytes in [99 << 10, 163 << 10, 227 << 10] {
+                    let set = KernelSet::choose(head_dim, group, max_shared_bytes).unwrap();
+                    for kernel in set.each() {
+                        // A kilobyte for what the kernels hold statically.
+                        assert!(kernel.shared_bytes + 1024 <= max_shared_bytes, "{kernel:?}");
+                        assert!(group % kernel.heads == 0 && head_dim <= kernel.head_dim, "{kernel:?}");
+                    }
+                    assert!(QUERY_HEIGHTS.contains(&set.forward.rows) && QUERY_HEIGHTS.contains(&set.query.rows));
+                    assert!(KEY_HEIGHTS.contains(&set.key.rows));
+                }
+            }
+        }
+        assert_eq!(KernelSet::choose(136, 1, 227 << 10), None);
+        assert_eq!(KernelSet::choose(20, 1, 227 << 10), None);
+        assert_eq!(KernelSet::choose(128, 4, 227 << 10).unwrap().forward.name, "attention_forward_d128_h4");
+        assert_eq!(KernelSet::choose(128, 4, 99 << 10).unwrap().forward.name, "attention_forward_d128_h4_small");
+        assert_eq!(KernelSet::choose(64, 3, 99 << 10).unwrap().query.name, "attention_backward_query_d64");
+    }
+}
