@@ -49,18 +49,20 @@ impl Linear {
     /// `x` [T, in] → `y` [T, out], assigned.
     pub fn forward(&self, ctx: &Context<'_>, x: &Tensor, y: &mut Tensor) -> LinearSaved {
         let Context { device, params, .. } = *ctx;
-        let beta = match self.bias {
+        // Bias and adapter come first, so that the large product, which has time to spare for memory, reads what they wrote.
+        let mut beta = match self.bias {
             Some(bias) => {
                 elementwise::broadcast_rows(device, params.operand(bias), y);
                 1.0
             }
             None => 0.0,
         };
-        matmul::nt(device, 1.0, x, params.operand(self.weight), beta, y);
         let saved = self.saved_only(ctx, x);
         if let (Some(lora), Some(z)) = (self.lora, &saved.z) {
-            matmul::nt(device, lora.scale, z, params.operand(lora.b), 1.0, y);
+            matmul::nt(device, lora.scale, z, params.operand(lora.b), beta, y);
+            beta = 1.0;
         }
+        matmul::nt(device, 1.0, x, params.operand(self.weight), beta, y);
         elementwise::round(device, y);
         saved
     }
@@ -110,16 +112,17 @@ impl Linear {
             (lora, dz)
         });
         let Some(dx) = dx else { return };
-        matmul::nn(device, 1.0, dy, params.operand(self.weight), if accumulate { 1.0 } else { 0.0 }, dx);
-        if let Some((lora, dz)) = dz {
-            match ctx.dropout.filter(|_| lora.dropout > 0.0) {
-                None => matmul::nn(device, 1.0, &dz, params.operand(lora.a), 1.0, dx),
-                Some(state) => {
-                    let mut through = ctx.scratch(&[dy.rows(), self.in_features]);
-                    matmul::nn(device, 1.0, &dz, params.operand(lora.a), 0.0, &mut through);
-                    dropout::backward_accumulate(device, state.key(lora.index), lora.dropout, &through, dx);
-                }
-            }
+        let mut beta = if accumulate { 1.0 } else { 0.0 };
+        let dropped = ctx.dropout.filter(|_| self.lora.is_some_and(|lora| lora.dropout > 0.0));
+        if let (Some((lora, dz)), None) = (&dz, dropped) {
+            matmul::nn(device, 1.0, dz, params.operand(lora.a), beta, dx);
+            beta = 1.0;
+        }
+        matmul::nn(device, 1.0, dy, params.operand(self.weight), beta, dx);
+        if let (Some((lora, dz)), Some(state)) = (&dz, dropped) {
+            let mut through = ctx.scratch(&[dy.rows(), self.in_features]);
+            matmul::nn(device, 1.0, dz, params.operand(lora.a), 0.0, &mut through);
+            dropout::backward_accumulate(device, state.key(lora.index), lora.dropout, &through, dx);
         }
         elementwise::round(device, dx);
     }
