@@ -11,8 +11,10 @@
 
 use gemm::Parallelism;
 
+use super::matmul_plan::{Card, choose};
+use crate::tensor::cuda::Launch;
 use crate::tensor::cuda::blaslt::{Form, Operands, Shape};
-use crate::tensor::{Device, Gpu, Tensor};
+use crate::tensor::{Device, Gpu, MemoryCategory, Tensor};
 
 /// A matrix inside a slice: `(i, j)` is at `i·row_stride + j·col_stride`.
 #[derive(Debug, Clone, Copy)]
@@ -136,12 +138,34 @@ pub fn tn(device: &Device, alpha: f32, a: &Tensor, b: &Tensor, beta: f32, c: &mu
 /// Queues a product on the GPU: bf16 operands, f32 sums, `c` in its own format.
 #[expect(clippy::too_many_arguments, reason = "the operands of one operation")]
 fn launch(gpu: &Gpu, form: Form, [m, n, k]: [usize; 3], alpha: f32, a: &Tensor, b: &Tensor, beta: f32, c: &Tensor) {
-    if m == 0 || n == 0 {
+    if m == 0 || n == 0 || k == 0 {
         return;
     }
     let shape = Shape { form, m, n, k, lda: a.cols(), ldb: b.cols(), ldc: c.cols(), out: c.dtype() };
     let operands = Operands { a: a.pointer(), b: b.pointer(), c: c.pointer(), alpha, beta };
-    gpu.matmul(shape, operands);
+    match gpu.blas() {
+        Some(_) => gpu.blas_matmul(shape, operands),
+        None => launch_own(gpu, shape, operands),
+    }
+}
+
+/// The own kernels: what a laptop with nothing but the driver uses.
+fn launch_own(gpu: &Gpu, shape: Shape, operands: Operands) {
+    let facts = gpu.facts();
+    let plan = choose(&shape, Card { max_shared_bytes: facts.max_shared_bytes, num_sms: facts.num_sms });
+    let workspace = gpu.alloc(MemoryCategory::Workspace, plan.workspace_bytes);
+    if plan.workspace_bytes > 0 && workspace.pointer() == 0 {
+        // The device is latched with the out-of-memory.
+        return;
+    }
+    let params = plan.params(&shape, &operands, workspace.pointer());
+    gpu.allow_shared_bytes(plan.kernel, plan.shared_bytes);
+    let launch = Launch { grid: plan.grid, block: plan.block, shared_bytes: plan.shared_bytes };
+    gpu.launch_struct(plan.kernel, launch, &params);
+    if let Some(second) = plan.second {
+        let launch = Launch { grid: second.grid, block: second.block, shared_bytes: 0 };
+        gpu.launch_struct(second.kernel, launch, &params);
+    }
 }
 
 #[cfg(test)]

@@ -10,6 +10,7 @@ pub mod dropout;
 pub mod elementwise;
 pub mod embedding;
 pub mod matmul;
+pub mod matmul_plan;
 pub mod multi_tensor;
 pub mod norm;
 pub mod rms_norm;

@@ -304,15 +304,9 @@ impl CudaDevice {
         }
     }
 
-    /// Queues a matrix product.
-    pub fn matmul(&self, shape: blaslt::Shape, operands: blaslt::Operands) {
-        if self.has_failed() {
-            return;
-        }
-        let Some(blas) = &self.inner.blas else {
-            self.latch(anyhow!("no matrix library: cuBLASLt was not found"));
-            return;
-        };
+    /// Queues a matrix product of the vendor's library, where [`Self::blas`] has one.
+    pub fn blas_matmul(&self, shape: blaslt::Shape, operands: blaslt::Operands) {
+        let Some(blas) = self.inner.blas.as_ref().filter(|_| !self.has_failed()) else { return };
         if let Err(error) = blas.matmul(self, shape, operands) {
             self.latch(error);
         }

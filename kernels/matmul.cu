@@ -1,0 +1,505 @@
+//! Matrix products on tensor cores for cards without cuBLASLt: bf16 operands, f32 sums. CUDA form of src/ops/matmul.rs.
+//!
+//! A block computes one tile of `c`. Tiles of `a` and `b` stream through a ring of shared-memory stages (cp.async), rows XOR-swizzled in
+//! chunks of 16 bytes so that neither the copies nor ldmatrix meet a bank conflict; a warp keeps two sets of fragments, so that it loads one
+//! while the tensor cores work on the other. Which kernel serves a shape, with which grid, is decided in src/ops/matmul_plan.rs.
+
+#include "common.cuh"
+
+using namespace tandem;
+
+/// `MatmulParams` of src/ops/matmul_plan.rs.
+struct MatmulParams {
+    const bf16* a;
+    const bf16* b;
+    void* c;
+    /// Sums of the slices of a product that is split over k: f32 [slices, m, n]; null when it is not split.
+    float* partials;
+    /// Values between rows.
+    int64_t lda, ldb, ldc;
+    int m, n, k;
+    /// Length of the sums of one slice (`blockIdx.z`).
+    int k_slice;
+    /// Tile rows that are walked together, so that their operands stay in the L2 cache.
+    int raster_rows;
+    uint32_t flags;
+    float alpha, beta;
+};
+// Fields of 8 bytes, then fields of 4: with this size there is no padding, so their order fixes every offset.
+static_assert(sizeof(MatmulParams) == 7 * 8 + 8 * 4, "size of MatmulParams");
+
+namespace {
+
+/// `c` is f32, not bf16.
+constexpr uint32_t OUT_F32 = 1;
+/// Rows of the operand start at multiples of 16 bytes.
+constexpr uint32_t A_VECTOR = 2, B_VECTOR = 4, C_VECTOR = 8;
+
+enum class Form { Nt, Nn, Tn };
+
+/// If `wanted`, starts copying 16 bytes to shared memory; zeros when `valid` is false.
+__device__ __forceinline__ void copy_chunk(uint32_t shared, const void* global, bool wanted, bool valid) {
+    asm volatile(
+        "{\n.reg .pred ignore, wanted;\nsetp.ne.b32 wanted, %2, 0;\nsetp.eq.b32 ignore, %3, 0;\n"
+        "@wanted cp.async.cg.shared.global [%0], [%1], 16, ignore;\n}\n" ::"r"(shared),
+        "l"(global), "r"(int(wanted)), "r"(int(valid))
+        : "memory");
+}
+
+template <bool TRANSPOSED>
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t shared) {
+    if constexpr (TRANSPOSED) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                     : "r"(shared));
+    } else {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                     : "r"(shared));
+    }
+}
+
+/// One operand's tile: ROWS rows (or columns) of the product by DEPTH of the sums, as it lies in memory: with the sums along the lines
+/// (`ALONG`), or across them.
+template <bool IS_A, int ROWS, int DEPTH, bool ALONG, int THREADS>
+struct Operand {
+    static constexpr int WIDTH = ALONG ? DEPTH : ROWS, LINES = ALONG ? ROWS : DEPTH;
+    static constexpr int LINE_BYTES = WIDTH * 2, BYTES = LINES * LINE_BYTES, CHUNKS = WIDTH / 8;
+    /// Lines between two chunks that a thread copies, and how many it copies.
+    static constexpr int STEP = THREADS / CHUNKS, PASSES = LINES / STEP;
+    static_assert(STEP % 8 == 0 && LINES % STEP == 0, "the swizzle must be the same in all passes");
+
+    const char* source;
+    int64_t pass_bytes, tile_bytes;
+    uint32_t target;
+    /// Lines that exist from this thread's first one on, and values that exist from its first one on.
+    int lines_left, values_left;
+    bool vector;
+    uint32_t fragment;
+
+    /// What a line's chunk numbers are XORed with: eight lines that ldmatrix reads together lie in eight different bank groups.
+    static __device__ __forceinline__ int swizzle(int line) {
+        return CHUNKS >= 8 ? line % 8 : line / (8 / CHUNKS) % CHUNKS;
+    }
+
+    /// `first_row`: first row of the tile of `rows`; `warp_row`: first row of this warp inside the tile.
+    __device__ __forceinline__ Operand(const bf16* data, int64_t ld, int first_row, int rows, int k_begin, int k_end, int warp_row,
+                                       bool aligned)
+        : vector(aligned) {
+        const int chunk = threadIdx.x % CHUNKS, line = threadIdx.x / CHUNKS;
+        const int first_line = ALONG ? first_row : k_begin, first_value = ALONG ? k_begin : first_row;
+        source = reinterpret_cast<const char*>(data + (first_line + line) * ld + first_value + chunk * 8);
+        pass_bytes = ld * (STEP * 2);
+        tile_bytes = ALONG ? DEPTH * 2 : ld * (DEPTH * 2);
+        target = line * LINE_BYTES + (chunk ^ swizzle(line)) * 16;
+        lines_left = (ALONG ? rows : k_end) - first_line - line;
+        values_left = (ALONG ? k_end : rows) - first_value - chunk * 8;
+
+        const int lane = threadIdx.x % WARP;
+        // The matrices of a fragment: first by 8 rows, then by 8 of the sums for `a`; the other way around for `b`.
+        const bool lines_first = IS_A == ALONG;
+        const int within = lines_first ? lane % 16 : lane % 8 + lane / 16 * 8, half = lines_first ? lane / 16 : lane / 8 % 2;
+        const int read_line = ALONG ? warp_row + within : within, read_chunk = ALONG ? half : warp_row / 8 + half;
+        fragment = read_line * LINE_BYTES + (read_chunk ^ swizzle(read_line)) * 16;
+    }
+
+    /// This thread's chunks cannot be copied as they are: rows are not aligned, or the chunk sticks out of the matrix.
+    __device__ __forceinline__ bool ragged() const { return !vector | (unsigned(values_left - 1) < 7u); }
+
+    /// If `wanted`, starts copying the current tile to the stage at address `stage`, ragged chunks excepted. Without a branch, so that the
+    /// copies mix with the arithmetic around them.
+    __device__ __forceinline__ void copy(uint32_t stage, bool wanted) const {
+        wanted = wanted & !ragged();
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass) {
+            copy_chunk(stage + target + pass * (STEP * LINE_BYTES), source + pass * pass_bytes, wanted,
+                       (values_left > 0) & (pass * STEP < lines_left));
+        }
+    }
+
+    /// Copies the ragged chunks of the current tile, value by value.
+    __device__ __forceinline__ void copy_ragged(uint32_t stage) const {
+        if (!ragged()) return;
+#pragma unroll 1
+        for (int pass = 0; pass < PASSES; ++pass) {
+            const auto* from = reinterpret_cast<const unsigned short*>(source + pass * pass_bytes);
+            uint32_t pair[4] = {};
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const uint32_t value = i < values_left && pass * STEP < lines_left ? from[i] : 0;
+                pair[i / 2] |= value << (i % 2 * 16);
+            }
+            asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};\n" ::"r"(stage + target + pass * (STEP * LINE_BYTES)), "r"(pair[0]),
+                         "r"(pair[1]), "r"(pair[2]), "r"(pair[3])
+                         : "memory");
+        }
+    }
+
+    /// Moves on to the next tile along the sums.
+    __device__ __forceinline__ void advance() {
+        source += tile_bytes;
+        (ALONG ? values_left : lines_left) -= DEPTH;
+    }
+
+    /// The fragment of 16 rows from the warp's row 16·`group` on, by 16 of the sums from 16·`step` on.
+    __device__ __forceinline__ void load(uint32_t (&r)[4], uint32_t stage, int group, int step) const {
+        const int along_chunks = ALONG ? step : group, along_lines = ALONG ? group : step;
+        load_matrices<!ALONG>(r, stage + (fragment ^ (along_chunks * 32)) + along_lines * (16 * LINE_BYTES));
+    }
+};
+
+/// Exchanges registers inside each group of four lanes: lane i's register j becomes lane j's register i.
+__device__ __forceinline__ void transpose_quad(uint32_t (&v)[4]) {
+    const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+        const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? v[i] : v[i + 1], 1);
+        if (odd) v[i] = got;
+        else v[i + 1] = got;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const uint32_t got = __shfl_xor_sync(0xffffffffu, high ? v[i] : v[i + 2], 2);
+        if (high) v[i] = got;
+        else v[i + 2] = got;
+    }
+}
+
+/// Eight bf16 of a row of which the first `count` exist. The slow path is a short loop that shifts values through the registers.
+__device__ __forceinline__ void load_eight(uint32_t (&v)[4], const bf16* from, int count, bool vector) {
+    if (vector && count >= 8) {
+        const uint4 got = *reinterpret_cast<const uint4*>(from);
+        v[0] = got.x, v[1] = got.y, v[2] = got.z, v[3] = got.w;
+        return;
+    }
+#pragma unroll 1
+    for (int i = 7; i >= 0; --i) {
+        const uint32_t value = i < count ? reinterpret_cast<const unsigned short*>(from)[i] : 0;
+        v[3] = __funnelshift_l(v[2], v[3], 16);
+        v[2] = __funnelshift_l(v[1], v[2], 16);
+        v[1] = __funnelshift_l(v[0], v[1], 16);
+        v[0] = v[0] << 16 | value;
+    }
+}
+
+__device__ __forceinline__ void store_eight(bf16* to, uint32_t (&v)[4], int count, bool vector) {
+    if (vector && count >= 8) {
+        *reinterpret_cast<uint4*>(to) = make_uint4(v[0], v[1], v[2], v[3]);
+        return;
+    }
+#pragma unroll 1
+    for (int i = 0; i < min(count, 8); ++i) {
+        reinterpret_cast<unsigned short*>(to)[i] = static_cast<unsigned short>(v[0]);
+        v[0] = __funnelshift_r(v[0], v[1], 16);
+        v[1] = __funnelshift_r(v[1], v[2], 16);
+        v[2] = __funnelshift_r(v[2], v[3], 16);
+        v[3] >>= 16;
+    }
+}
+
+/// Writes a warp's sums, rows from `row` and columns from `column` on, as f32: `c = alpha · sums + beta · c`. What 16 rows of `c` hold is read
+/// before the first of them is written, so that the reads overlap.
+template <int MI, int NI>
+__device__ __forceinline__ void store_f32(const float (&sums)[MI][NI][4], float* c, int64_t ld, int row, int column, int m, int n,
+                                          float alpha, float beta, bool vector) {
+    const int lane = threadIdx.x % WARP;
+    row += lane / 4;
+    column += lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < MI; ++i) {
+        float2 before[2][NI] = {};
+        if (beta != 0.0f) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int y = row + i * 16 + half * 8;
+#pragma unroll
+                for (int j = 0; j < NI; ++j) {
+                    const int count = y < m ? n - column - j * 8 : 0;
+                    const float* from = c + y * ld + column + j * 8;
+                    if (vector && count >= 2) {
+                        before[half][j] = *reinterpret_cast<const float2*>(from);
+                    } else {
+                        if (count >= 1) before[half][j].x = from[0];
+                        if (count >= 2) before[half][j].y = from[1];
+                    }
+                }
+            }
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int y = row + i * 16 + half * 8;
+#pragma unroll
+            for (int j = 0; j < NI; ++j) {
+                const int count = y < m ? n - column - j * 8 : 0;
+                float* to = c + y * ld + column + j * 8;
+                float2 v = make_float2(alpha * sums[i][j][2 * half], alpha * sums[i][j][2 * half + 1]);
+                v = make_float2(fmaf(beta, before[half][j].x, v.x), fmaf(beta, before[half][j].y, v.y));
+                if (vector && count >= 2) {
+                    *reinterpret_cast<float2*>(to) = v;
+                } else {
+                    if (count >= 1) to[0] = v.x;
+                    if (count >= 2) to[1] = v.y;
+                }
+            }
+        }
+    }
+}
+
+/// A warp's part of a bf16 matrix, eight values of a row a register group, spread over the lanes as memory has it: lane 4·y + g has the g-th
+/// eight columns of each 32 in row y.
+template <int MI, int NI>
+struct WarpTile {
+    static constexpr int GROUPS = (NI + 3) / 4;
+    static_assert(NI <= 4 || NI % 4 == 0, "columns of a warp");
+    bf16* c;
+    int64_t ld;
+    int row, column, m, n;
+    bool vector;
+
+    __device__ __forceinline__ int lane() const { return threadIdx.x % WARP; }
+    __device__ __forceinline__ int y(int i, int half) const { return row + i * 16 + half * 8 + lane() / 4; }
+    __device__ __forceinline__ int x(int group) const { return column + (group * 4 + lane() % 4) * 8; }
+    __device__ __forceinline__ bf16* at(int i, int half, int group) const { return c + y(i, half) * ld + x(group); }
+    /// How many of the eight values exist; with fewer than 32 columns in all, some lanes have none.
+    __device__ __forceinline__ int count(int i, int half, int group) const {
+        return y(i, half) < m && group * 4 + lane() % 4 < NI ? n - x(group) : 0;
+    }
+    __device__ __forceinline__ void load(uint32_t (&v)[4], int i, int half, int group) const {
+        load_eight(v, at(i, half, group), count(i, half, group), vector);
+    }
+    __device__ __forceinline__ void store(uint32_t (&v)[4], int i, int half, int group) const {
+        store_eight(at(i, half, group), v, count(i, half, group), vector);
+    }
+};
+
+/// As `store_f32`, rounded to bf16 once. Four lanes exchange their pairs, so that each reads and writes 16 bytes of a row. `early` holds what
+/// `tile` held, where `EARLY` says so.
+template <bool EARLY, int MI, int NI, int GROUPS>
+__device__ __forceinline__ void store_bf16(const float (&sums)[MI][NI][4], const WarpTile<MI, NI>& tile, uint32_t (&early)[MI][2][GROUPS][4],
+                                           float alpha, float beta) {
+#pragma unroll
+    for (int i = 0; i < MI; ++i) {
+        // All that 16 rows hold is read before the first of them is written, so that the reads overlap.
+        uint32_t values[2][GROUPS][4] = {};
+        if (beta != 0.0f) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+#pragma unroll
+                for (int group = 0; group < GROUPS; ++group) {
+                    if constexpr (EARLY) {
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) values[half][group][e] = early[i][half][group][e];
+                    } else {
+                        tile.load(values[half][group], i, half, group);
+                    }
+                }
+            }
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int group = 0; group < GROUPS; ++group) {
+                uint32_t(&v)[4] = values[half][group];
+                if (beta != 0.0f) transpose_quad(v);
+#pragma unroll
+                for (int g = 0; g < 4 && group * 4 + g < NI; ++g) {
+                    const float(&sum)[4] = sums[i][group * 4 + g];
+                    const float2 before = unpack_bf16(v[g]);
+                    const float low = fmaf(beta, before.x, alpha * sum[2 * half]), high = fmaf(beta, before.y, alpha * sum[2 * half + 1]);
+                    v[g] = pack_bf16(low, high);
+                }
+                transpose_quad(v);
+                tile.store(v, i, half, group);
+            }
+        }
+    }
+}
+
+/// One tile of BM×BN, DEPTH of the sums a stage, WM×WN a warp. With `EARLY_C` what a bf16 `c` holds is read before the sums are made: for short
+/// sums, where reading and writing `c` is most of the work.
+template <Form FORM, int BM, int BN, int DEPTH, int WM, int WN, int STAGES, bool EARLY_C = false>
+__device__ __forceinline__ void product(const MatmulParams& p) {
+    constexpr int THREADS = (BM / WM) * (BN / WN) * WARP, MI = WM / 16, NI = WN / 8, STEPS = DEPTH / 16;
+    using A = Operand<true, BM, DEPTH, FORM != Form::Tn, THREADS>;
+    using B = Operand<false, BN, DEPTH, FORM == Form::Nt, THREADS>;
+    constexpr uint32_t STAGE_BYTES = A::BYTES + B::BYTES;
+    static_assert(STEPS % 2 == 0 && STAGES >= 2, "two sets of fragments");
+    extern __shared__ __align__(128) unsigned char shared[];
+
+    // Tiles are walked in bands of `raster_rows` tile rows, down each band's columns.
+    const int tiles_m = (p.m + BM - 1) / BM, tiles_n = (p.n + BN - 1) / BN;
+    const int band = blockIdx.x / (p.raster_rows * tiles_n), within = blockIdx.x % (p.raster_rows * tiles_n);
+    const int band_rows = min(p.raster_rows, tiles_m - band * p.raster_rows);
+    const int row = (band * p.raster_rows + within % band_rows) * BM, column = within / band_rows * BN;
+    const int k_begin = blockIdx.z * p.k_slice, k_end = min(p.k, k_begin + p.k_slice);
+    const int warp = threadIdx.x / WARP, warp_row = warp % (BM / WM) * WM, warp_column = warp / (BM / WM) * WN;
+
+    A a(p.a, p.lda, row, p.m, k_begin, k_end, warp_row, p.flags & A_VECTOR);
+    B b(p.b, p.ldb, column, p.n, k_begin, k_end, warp_column, p.flags & B_VECTOR);
+    const uint32_t first_stage = shared_address(shared), last_stage = first_stage + (STAGES - 1) * STAGE_BYTES;
+    const int tiles = (k_end - k_begin + DEPTH - 1) / DEPTH;
+
+    const bool partial = p.partials;
+    const WarpTile<MI, NI> out{static_cast<bf16*>(p.c), p.ldc, row + warp_row, column + warp_column, p.m, p.n, bool(p.flags & C_VECTOR)};
+    uint32_t early[MI][2][decltype(out)::GROUPS][4];
+    const auto load_early = [&] {
+        if (!EARLY_C || p.beta == 0.0f || partial || p.flags & OUT_F32) return;
+#pragma unroll
+        for (int i = 0; i < MI; ++i) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+#pragma unroll
+                for (int group = 0; group < out.GROUPS; ++group) out.load(early[i][half][group], i, half, group);
+            }
+        }
+    };
+
+#pragma unroll 1
+    for (int stage = 0; stage < STAGES - 1; ++stage) {
+        if (stage < tiles) {
+            const uint32_t target = first_stage + stage * STAGE_BYTES;
+            a.copy(target, true);
+            b.copy(target + A::BYTES, true);
+            a.copy_ragged(target);
+            b.copy_ragged(target + A::BYTES);
+            a.advance();
+            b.advance();
+        }
+        cp_async_commit();
+    }
+
+    load_early();
+    float sums[MI][NI][4] = {};
+    // Two sets; the second starts as zeros, which the first round multiplies in place of a step before the first. Short sums need the
+    // registers for what `c` holds, and make do with one set.
+    constexpr int SETS = EARLY_C ? 1 : 2;
+    uint32_t a_fragments[SETS][MI][4] = {}, b_fragments[SETS][NI / 2][4] = {};
+    const auto load_fragments = [&](int set, uint32_t stage, int step) {
+#pragma unroll
+        for (int i = 0; i < MI; ++i) a.load(a_fragments[set][i], stage, i, step);
+#pragma unroll
+        for (int j = 0; j < NI / 2; ++j) b.load(b_fragments[set][j], stage + A::BYTES, j, step);
+    };
+    const auto multiply = [&](int set) {
+#pragma unroll
+        for (int i = 0; i < MI; ++i) {
+#pragma unroll
+            for (int j = 0; j < NI; ++j) {
+                // There and back again: neighbours in time share a fragment.
+                const int column = i % 2 ? NI - 1 - j : j;
+                const uint32_t(&pair)[4] = b_fragments[set][column / 2];
+                mma_16816(sums[i][column], a_fragments[set][i], pair[column % 2 * 2], pair[column % 2 * 2 + 1]);
+            }
+        }
+    };
+
+    cp_async_wait<STAGES - 2>();
+    __syncthreads();
+    uint32_t read = first_stage, write = last_stage;
+    for (int tile = 0; tile < tiles; ++tile) {
+        const bool more = tile + STAGES - 1 < tiles;
+        // A step's fragments load while the step before is multiplied. The last step of a tile waits for the next round, so that right behind
+        // the barrier, where all warps load at once, there is work that needs no load.
+        load_fragments(0, read, 0);
+        // This rare branch also keeps the compiler from moving the loads above down to their first use.
+        if (more && (a.ragged() || b.ragged())) {
+            a.copy_ragged(write);
+            b.copy_ragged(write + A::BYTES);
+        }
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            if (step > 0) load_fragments(step % SETS, read, step);
+            if (step == 0) a.copy(write, more);
+            if (step == 1) b.copy(write + A::BYTES, more);
+            multiply((step + SETS - 1) % SETS);
+        }
+        a.advance();
+        b.advance();
+        cp_async_commit();
+        read = read == last_stage ? first_stage : read + STAGE_BYTES;
+        write = write == last_stage ? first_stage : write + STAGE_BYTES;
+        // The next tile has arrived for all threads, and nobody reads the stage that will be filled next.
+        cp_async_wait<STAGES - 2>();
+        __syncthreads();
+    }
+    if (SETS == 2) multiply(1);
+
+    if (partial || p.flags & OUT_F32) {
+        float* c = partial ? p.partials + int64_t(blockIdx.z) * p.m * p.n : static_cast<float*>(p.c);
+        store_f32<MI, NI>(sums, c, partial ? p.n : p.ldc, out.row, out.column, p.m, p.n, partial ? 1.0f : p.alpha,
+                          partial ? 0.0f : p.beta, partial ? p.n % 2 == 0 : p.flags & C_VECTOR);
+    } else {
+        store_bf16<EARLY_C>(sums, out, early, p.alpha, p.beta);
+    }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(128, 2) matmul_nt_128x128x32(const __grid_constant__ MatmulParams p) { product<Form::Nt, 128, 128, 32, 64, 64, 3>(p); }
+extern "C" __global__ void __launch_bounds__(128, 2) matmul_nn_128x128x32(const __grid_constant__ MatmulParams p) { product<Form::Nn, 128, 128, 32, 64, 64, 3>(p); }
+extern "C" __global__ void __launch_bounds__(128, 2) matmul_tn_128x128x32(const __grid_constant__ MatmulParams p) { product<Form::Tn, 128, 128, 32, 64, 64, 3>(p); }
+
+extern "C" __global__ void __launch_bounds__(128, 2) matmul_nt_128x128x64(const __grid_constant__ MatmulParams p) { product<Form::Nt, 128, 128, 64, 64, 64, 3>(p); }
+extern "C" __global__ void __launch_bounds__(128, 2) matmul_nn_128x128x64(const __grid_constant__ MatmulParams p) { product<Form::Nn, 128, 128, 64, 64, 64, 3>(p); }
+extern "C" __global__ void __launch_bounds__(128, 2) matmul_tn_128x128x64(const __grid_constant__ MatmulParams p) { product<Form::Tn, 128, 128, 64, 64, 64, 3>(p); }
+
+extern "C" __global__ void __launch_bounds__(256, 1) matmul_nt_256x128x64(const __grid_constant__ MatmulParams p) { product<Form::Nt, 256, 128, 64, 64, 64, 3>(p); }
+extern "C" __global__ void __launch_bounds__(256, 1) matmul_nn_256x128x64(const __grid_constant__ MatmulParams p) { product<Form::Nn, 256, 128, 64, 64, 64, 3>(p); }
+extern "C" __global__ void __launch_bounds__(256, 1) matmul_tn_256x128x64(const __grid_constant__ MatmulParams p) { product<Form::Tn, 256, 128, 64, 64, 64, 3>(p); }
+
+extern "C" __global__ void __launch_bounds__(128, 4) matmul_nt_64x64(const __grid_constant__ MatmulParams p) { product<Form::Nt, 64, 64, 64, 32, 32, 3>(p); }
+extern "C" __global__ void __launch_bounds__(128, 4) matmul_nn_64x64(const __grid_constant__ MatmulParams p) { product<Form::Nn, 64, 64, 64, 32, 32, 3>(p); }
+extern "C" __global__ void __launch_bounds__(128, 4) matmul_tn_64x64(const __grid_constant__ MatmulParams p) { product<Form::Tn, 64, 64, 64, 32, 32, 3>(p); }
+
+extern "C" __global__ void __launch_bounds__(128, 4) matmul_nt_64x64_thin(const __grid_constant__ MatmulParams p) { product<Form::Nt, 64, 64, 32, 32, 32, 2, true>(p); }
+extern "C" __global__ void __launch_bounds__(128, 4) matmul_nn_64x64_thin(const __grid_constant__ MatmulParams p) { product<Form::Nn, 64, 64, 32, 32, 32, 2, true>(p); }
+extern "C" __global__ void __launch_bounds__(128, 4) matmul_tn_64x64_thin(const __grid_constant__ MatmulParams p) { product<Form::Tn, 64, 64, 32, 32, 32, 2, true>(p); }
+
+extern "C" __global__ void __launch_bounds__(128, 4) matmul_nt_64x32(const __grid_constant__ MatmulParams p) { product<Form::Nt, 64, 32, 64, 16, 32, 4>(p); }
+extern "C" __global__ void __launch_bounds__(128, 4) matmul_nn_64x32(const __grid_constant__ MatmulParams p) { product<Form::Nn, 64, 32, 64, 16, 32, 4>(p); }
+extern "C" __global__ void __launch_bounds__(128, 4) matmul_tn_64x32(const __grid_constant__ MatmulParams p) { product<Form::Tn, 64, 32, 64, 16, 32, 4>(p); }
+
+extern "C" __global__ void __launch_bounds__(128, 4) matmul_nt_64x16(const __grid_constant__ MatmulParams p) { product<Form::Nt, 64, 16, 64, 16, 16, 6>(p); }
+extern "C" __global__ void __launch_bounds__(128, 4) matmul_nn_64x16(const __grid_constant__ MatmulParams p) { product<Form::Nn, 64, 16, 64, 16, 16, 6>(p); }
+extern "C" __global__ void __launch_bounds__(128, 4) matmul_tn_64x16(const __grid_constant__ MatmulParams p) { product<Form::Tn, 64, 16, 64, 16, 16, 6>(p); }
+
+extern "C" __global__ void __launch_bounds__(128, 4) matmul_nt_32x64(const __grid_constant__ MatmulParams p) { product<Form::Nt, 32, 64, 64, 16, 32, 4>(p); }
+extern "C" __global__ void __launch_bounds__(128, 4) matmul_nn_32x64(const __grid_constant__ MatmulParams p) { product<Form::Nn, 32, 64, 64, 16, 32, 4>(p); }
+extern "C" __global__ void __launch_bounds__(128, 4) matmul_tn_32x64(const __grid_constant__ MatmulParams p) { product<Form::Tn, 32, 64, 64, 16, 32, 4>(p); }
+
+extern "C" __global__ void __launch_bounds__(128, 4) matmul_nt_16x64(const __grid_constant__ MatmulParams p) { product<Form::Nt, 16, 64, 64, 16, 16, 6>(p); }
+extern "C" __global__ void __launch_bounds__(128, 4) matmul_nn_16x64(const __grid_constant__ MatmulParams p) { product<Form::Nn, 16, 64, 64, 16, 16, 6>(p); }
+extern "C" __global__ void __launch_bounds__(128, 4) matmul_tn_16x64(const __grid_constant__ MatmulParams p) { product<Form::Tn, 16, 64, 64, 16, 16, 6>(p); }
+
+/// Second stage of a product that is split over k: adds the slices in order and writes `c`. Four values a thread.
+extern "C" __global__ void __launch_bounds__(256) matmul_reduce(const __grid_constant__ MatmulParams p) {
+    const int64_t count = int64_t(p.m) * p.n, first = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
+    if (first >= count) return;
+    const int slices = (p.k + p.k_slice - 1) / p.k_slice;
+    const bool vector = count % 4 == 0;
+    float sums[4] = {};
+#pragma unroll 4
+    for (int slice = 0; slice < slices; ++slice) {
+        const float* from = p.partials + slice * count + first;
+        if (vector) {
+            const float4 v = *reinterpret_cast<const float4*>(from);
+            sums[0] += v.x, sums[1] += v.y, sums[2] += v.z, sums[3] += v.w;
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[i] += first + i < count ? from[i] : 0.0f;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if (first + i >= count) return;
+        const int64_t at = (first + i) / p.n * p.ldc + (first + i) % p.n;
+        const float value = p.alpha * sums[i];
+        if (p.flags & OUT_F32) {
+            float* c = static_cast<float*>(p.c) + at;
+            *c = p.beta != 0.0f ? fmaf(p.beta, *c, value) : value;
+        } else {
+            bf16* c = static_cast<bf16*>(p.c) + at;
+            *c = to_bf16(p.beta != 0.0f ? fmaf(p.beta, to_float(*c), value) : value);
+        }
+    }
+}
