@@ -113,12 +113,9 @@ fn describe_curve(ui: &mut Ui, plot: Rect, view: &RunView) {
 }
 
 fn plot_lines(ui: &mut Ui, rect: Rect, axis: XAxis, view: &RunView, theme: &Theme) -> egui_plot::PlotResponse<()> {
-    let first = view.steps.first().map_or(0.0, |s| {
-        axis.of(s).min(match axis {
-            XAxis::Step => 1.0,
-            _ => 0.0,
-        })
-    });
+    // An evaluation before the first step begins every axis at zero.
+    let from_zero = axis != XAxis::Step || view.evals.first().is_some_and(|eval| eval.step == 0);
+    let first = if from_zero { 0.0 } else { view.steps.first().map_or(0.0, |s| axis.of(s)) };
     let last = view.last_step().map_or(1.0, |s| axis.of(s));
     // Loss of one step: a little room on both sides, so that the axis has a length.
     let last = if last > first { last } else { first + 1.0 };
