@@ -1,6 +1,6 @@
-//! Tokens a second of the CPU engine on the starter model: `cargo bench --bench cpu_step [-- tokens steps]`.
+//! Tokens a second of the CPU engine on the starter model: `cargo bench --bench cpu_step [-- tokens steps [full]]`.
 //!
-//! LoRA r 16 on all linears, one pack of random tokens in documents of 128, every position supervised; recompute and keep.
+//! LoRA r 16 on all linears (or, with `full`, every parameter), one pack of random tokens in documents of 128, every position supervised; recompute and keep.
 
 #![allow(clippy::unwrap_used, clippy::disallowed_methods, clippy::disallowed_macros)]
 
@@ -12,12 +12,13 @@ use tandem::data::pack::PackedBatch;
 use tandem::model::loading::Checkpoint;
 use tandem::model::transformer::Transformer;
 use tandem::tensor::{Device, Precision};
-use tandem::train::config::{Activations, MethodConfig, OptimizerConfig};
+use tandem::train::config::{Activations, MethodConfig, MethodKind, OptimizerConfig};
 use tandem::train::trainer::{Trainer, TrainerSetup};
 
 fn main() {
     let mut numbers = std::env::args().skip(1).filter_map(|arg| arg.parse::<usize>().ok());
     let (tokens, steps) = (numbers.next().unwrap_or(1024), numbers.next().unwrap_or(4));
+    let kind = if std::env::args().any(|arg| arg == "full") { MethodKind::Full } else { MethodKind::Lora };
     let path = tandem::base::paths::models().unwrap().join("SmolLM2-135M-Instruct.Q4_1.gguf");
     let checkpoint = Checkpoint::open(&path).unwrap();
     for activations in [Activations::Recompute, Activations::Keep] {
@@ -30,14 +31,14 @@ fn main() {
         let examples: Vec<Example> = ids.chunks(128).map(example).collect();
         let batch = PackedBatch::from_examples(&examples);
         let setup = TrainerSetup {
-            method: MethodConfig::default(),
+            method: MethodConfig { kind, ..MethodConfig::default() },
             optimizer: OptimizerConfig::default(),
             activations,
             seed: 0,
             total_steps: steps as u64 + 1,
         };
         let mut trainer = Trainer::new(model, setup).unwrap();
-        println!("{activations:?}, {tokens} tokens, {}", device.describe());
+        println!("{kind:?}, {activations:?}, {tokens} tokens, {}", device.describe());
         let mut step = || trainer.step(std::slice::from_ref(&batch), 0.0, &AtomicBool::new(false)).unwrap().unwrap();
         step();
         let mut reports: Vec<_> = (0..steps).map(|_| step()).collect();
