@@ -61,7 +61,7 @@ impl Toasts {
                 .inner_margin(Margin::symmetric(12, 8))
                 .show(ui, |ui| {
                     ui.set_max_width(480.0);
-                    ui.horizontal_top(|ui| {
+                    ui.horizontal(|ui| {
                         if toast.error {
                             ui.label(
                                 egui::RichText::new(icons::X_CIRCLE).font(fonts::icon_fill(16.0)).color(theme.err),
