@@ -198,6 +198,14 @@ impl BlasLt {
             lt::set_matmul_pref_attribute(preference, workspace, std::ptr::from_ref(&bytes).cast(), size_of::<usize>())
         }
         .context("a workspace preference")?;
+        // Sums that are split over k meet in f32 in the workspace: neither in place (not deterministic) nor in bf16 (not accurate).
+        let scheme: u32 = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
+        let mask = PreferenceAttribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK;
+        // SAFETY: the attribute is a 32-bit mask.
+        unsafe {
+            lt::set_matmul_pref_attribute(preference, mask, std::ptr::from_ref(&scheme).cast(), size_of::<u32>())
+        }
+        .context("a preference for how split sums meet")?;
         // SAFETY: all descriptors were just made.
         let found = unsafe {
             lt::get_matmul_algo_heuristic(self.handle.0, desc, first, second, result_layout, result_layout, preference)
