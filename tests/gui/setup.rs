@@ -116,6 +116,27 @@ fn a_dataset_of_unknown_columns_is_mapped_and_trained() {
 }
 
 #[test]
+fn a_field_keeps_the_keyboard_when_a_job_brings_something_above_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let unknown = folder.path().join("words.jsonl");
+    std::fs::write(&unknown, "{\"word\": \"a\", \"meaning\": \"b\"}\n").unwrap();
+    let mut harness = setup_screen();
+    type_paths(&mut harness, &support::tiny_model(folder.path()), &support::dataset(folder.path(), 8));
+    wait_for(&mut harness, "the preview", can_start);
+    harness.get_by_role_and_label(Role::TextInput, "Held out").focus();
+    harness.run_steps(2);
+    // A dropped dataset puts the button Map the columns above the field.
+    app(&mut harness).set_up(&unknown);
+    wait_for(&mut harness, "the error", |h| h.query_by_label("Map the columns").is_some());
+    harness.key_press_modifiers(egui::Modifiers::COMMAND, egui::Key::A);
+    harness.run_steps(2);
+    harness.get_by_role_and_label(Role::TextInput, "Held out").type_text("7");
+    harness.run_steps(2);
+    let value = harness.get_by_role_and_label(Role::TextInput, "Held out").accesskit_node().value();
+    assert_eq!(value.as_deref(), Some("7"));
+}
+
+#[test]
 fn wrong_fields_say_why_and_start_is_off() {
     let folder = tempfile::tempdir().unwrap();
     let mut harness = setup_screen();

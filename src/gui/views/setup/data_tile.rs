@@ -63,7 +63,7 @@ impl SetupView {
             let width = ui.available_width() - 60.0;
             let wrong = self.jobs.data.result.error().is_some();
             let facts = self.data_facts();
-            let response = input(ui, &mut self.form.data, width, &facts, wrong);
+            let response = input(ui, "Dataset path", &mut self.form.data, width, &facts, wrong);
             named(ui, &response, "Dataset path");
             if response.changed() && self.form.data.trim() == STARTER {
                 self.choose_dataset(std::path::Path::new(STARTER));

@@ -2,7 +2,7 @@
 
 use egui::accesskit::Role;
 use egui::{
-    Align2, ComboBox, Margin, Response, RichText, Sense, Stroke, StrokeKind, TextEdit, Ui, WidgetInfo, pos2, vec2,
+    Align2, ComboBox, Id, Margin, Response, RichText, Sense, Stroke, StrokeKind, TextEdit, Ui, WidgetInfo, pos2, vec2,
 };
 
 use super::form::Problem;
@@ -31,8 +31,8 @@ pub fn field(
         ui.vertical(|ui| {
             ui.set_width(width);
             ui.spacing_mut().item_spacing.y = 3.0;
-            let caption = label(ui, caption, fonts::small(), Theme::of(ui).t3);
-            let response = input(ui, value, width, unit, problem.is_some()).labelled_by(caption.id);
+            let named = label(ui, caption, fonts::small(), Theme::of(ui).t3);
+            let response = input(ui, caption, value, width, unit, problem.is_some()).labelled_by(named.id);
             if let Some(problem) = problem {
                 trouble(ui, problem);
             }
@@ -44,7 +44,10 @@ pub fn field(
 }
 
 /// An input of one line; `unit` stands in it at the right. Red while its content is wrong.
-pub fn input(ui: &mut Ui, value: &mut String, width: f32, unit: &str, wrong: bool) -> Response {
+///
+/// It is known to egui by `name`, not by its place: what a background job brings may put something above it, and who
+/// types in it goes on typing.
+pub fn input(ui: &mut Ui, name: &str, value: &mut String, width: f32, unit: &str, wrong: bool) -> Response {
     let theme = Theme::of(ui);
     if wrong {
         let visuals = ui.visuals_mut();
@@ -54,6 +57,7 @@ pub fn input(ui: &mut Ui, value: &mut String, width: f32, unit: &str, wrong: boo
         visuals.selection.stroke = Stroke::new(1.0, theme.err);
     }
     let edit = TextEdit::singleline(value)
+        .id(Id::unique(("set up", name)))
         .font(fonts::body())
         .margin(Margin::symmetric(8, 4))
         .desired_width(width)

@@ -60,6 +60,7 @@ impl SetupView {
         ui.horizontal(|ui| {
             ui.spacing_mut().item_spacing.x = 4.0;
             let edit = egui::TextEdit::singleline(&mut self.filter)
+                .id(egui::Id::unique(("set up", "Filter models")))
                 .font(fonts::body())
                 .hint_text(RichText::new(hint).color(theme.t3))
                 .margin(egui::Margin { left: 28, right: 8, top: 4, bottom: 4 })
@@ -153,7 +154,7 @@ impl SetupView {
         ui.horizontal(|ui| {
             ui.spacing_mut().item_spacing.x = 4.0;
             let width = ui.available_width() - 60.0;
-            let response = input(ui, &mut self.form.model, width, "", wrong);
+            let response = input(ui, "Model path", &mut self.form.model, width, "", wrong);
             fields::named(ui, &response, "Model path");
             if self.form.model.is_empty() {
                 let at = pos2(response.rect.left() + 8.0, response.rect.center().y);

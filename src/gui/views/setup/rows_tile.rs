@@ -106,6 +106,7 @@ impl SetupView {
                 ui.spacing_mut().item_spacing = vec2(4.0, 3.0);
                 let named = label(ui, caption, fonts::small(), theme.t3);
                 let edit = egui::TextEdit::multiline(value)
+                    .id(egui::Id::unique(("set up", caption)))
                     .font(fonts::mono())
                     .desired_rows(2)
                     .margin(egui::Margin::symmetric(8, 4))
