@@ -11,7 +11,7 @@ mod gpu_ops;
 
 use std::collections::HashMap;
 
-use golden_family::{Family, NEVER, assert_within_bf16, bf16_deviations, bf16_errors};
+use golden_family::{Family, NEVER, adapter_values, assert_within_bf16, bf16_deviations, bf16_errors};
 use tandem::tensor::{Device, Precision};
 use tandem::train::config::Activations;
 
@@ -54,7 +54,7 @@ fn golden_two_gpu_runs_and_recompute_and_keep_are_bit_equal() {
             let losses: Vec<u64> = (0..4)
                 .map(|_| trainer.step(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap().unwrap().loss.to_bits())
                 .collect();
-            let adapters: Vec<Vec<f32>> = trainer.model().adapters().map(|p| p.value.to_vec()).collect();
+            let adapters: Vec<Vec<f32>> = adapter_values(&trainer);
             (losses, adapters)
         };
         let reference = run(Activations::Keep);

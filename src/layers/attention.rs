@@ -1,12 +1,13 @@
 //! Grouped-query attention over packed documents: projections, optional norms of q and k, rotary embedding, attention, output.
 
 use super::Context;
-use super::linear::{Linear, LinearSaved};
 use super::norm::RmsNorm;
 use super::parameter::Grads;
-use crate::ops::attention::{self, AttentionShape, Saved, TileList};
+use super::projection::{Projection, ProjectionSaved};
+use crate::ops::attention::{self, AttentionShape, Qkv, TileList};
+use crate::ops::qk_norm::{self, Heads, QkNorm};
 use crate::ops::rope::{self, RopeTable};
-use crate::tensor::{Indices, Tensor};
+use crate::tensor::{Indices, Tensor, View, ViewMut};
 
 /// What attention needs to know about the documents of a batch.
 #[derive(Debug, Clone, Copy)]
@@ -20,69 +21,84 @@ pub struct Sequences<'a> {
 }
 
 /// The attention of one block.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Attention {
-    /// Query projection.
-    pub q_proj: Linear,
-    /// Key projection.
-    pub k_proj: Linear,
-    /// Value projection.
-    pub v_proj: Linear,
+    /// Query, key and value projection.
+    pub qkv_proj: Projection,
     /// Output projection.
-    pub o_proj: Linear,
-    /// Norm of each query head (Qwen3).
-    pub q_norm: Option<RmsNorm>,
-    /// Norm of each key head (Qwen3).
-    pub k_norm: Option<RmsNorm>,
+    pub o_proj: Projection,
+    /// Norms of each query and key head (Qwen3).
+    pub qk_norm: Option<QkNorms>,
     /// Heads and scale.
     pub shape: AttentionShape,
 }
 
-/// Input of a head norm, with its `rstd`.
-#[derive(Debug)]
-struct NormSaved {
-    input: Tensor,
-    rstd: Tensor,
+/// Norms of query and key heads, with one epsilon.
+#[derive(Debug, Clone, Copy)]
+pub struct QkNorms {
+    /// Norm of each query head.
+    pub q_norm: RmsNorm,
+    /// Norm of each key head.
+    pub k_norm: RmsNorm,
 }
 
 /// What [`Attention::forward`] keeps.
 #[derive(Debug)]
 pub struct AttentionSaved {
-    /// After norm and rotation.
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    /// Queries, keys and values beside each other as the projection made them; without norms, queries and keys are turned in place.
+    qkv: Tensor,
+    /// With norms: queries and keys after norm and rotation.
+    qk: Option<Tensor>,
+    /// Output of the heads, with room for adapters.
     o: Tensor,
     softmax_lse: Tensor,
-    q_norm: Option<NormSaved>,
-    k_norm: Option<NormSaved>,
-    q_proj: LinearSaved,
-    k_proj: LinearSaved,
-    v_proj: LinearSaved,
-    o_proj: LinearSaved,
+    qkv_proj: ProjectionSaved,
+    o_proj: ProjectionSaved,
+}
+
+/// Queries and keys as attention reads them, and the values.
+fn parts<'a>(shape: &AttentionShape, qkv: &'a Tensor, qk: Option<&'a Tensor>) -> Qkv<'a> {
+    let (q, kv) = (shape.q_width(), shape.kv_width());
+    let turned = qk.unwrap_or(qkv).view();
+    Qkv { q: turned.columns(0, q), k: turned.columns(q, kv), v: qkv.view().columns(q + kv, kv) }
 }
 
 impl Attention {
-    /// `h` [T, hidden] → `y` [T, hidden].
-    pub fn forward(&self, ctx: &Context<'_>, sequences: Sequences<'_>, h: &Tensor, y: &mut Tensor) -> AttentionSaved {
-        let project = |linear: &Linear| {
-            let mut out = ctx.saved(&[h.rows(), linear.out_features]);
-            let saved = linear.forward(ctx, h, &mut out);
-            (out, saved)
+    /// `h` [T, hidden] with room for adapters ([`Projection::input_shape`]) → `y = residual + attention` [T, hidden].
+    pub fn forward(
+        &self,
+        ctx: &Context<'_>,
+        sequences: Sequences<'_>,
+        h: &mut Tensor,
+        residual: &Tensor,
+        y: &mut Tensor,
+    ) -> AttentionSaved {
+        let Sequences { tiles, rope: table, position_ids } = sequences;
+        let (device, shape, rows) = (ctx.device, &self.shape, h.rows());
+        let qk_width = shape.q_width() + shape.kv_width();
+        let mut qkv = ctx.saved(&[rows, shape.qkv_width()]);
+        let qkv_proj = self.qkv_proj.forward(ctx, h, None, &mut qkv);
+        let qk = match self.norms(ctx) {
+            None => {
+                rope::forward(device, qkv.first_columns_mut(qk_width), table, position_ids);
+                None
+            }
+            Some(norms) => {
+                let mut qk = ctx.saved(&[rows, qk_width]);
+                qk_norm::forward(device, &norms, table, position_ids, qkv.first_columns(qk_width), &mut qk);
+                Some(qk)
+            }
         };
-        let (q, q_proj) = project(&self.q_proj);
-        let (k, k_proj) = project(&self.k_proj);
-        let (v, v_proj) = project(&self.v_proj);
-        let (q, q_norm) = norm_and_rotate(ctx, sequences, self.q_norm, q);
-        let (k, k_norm) = norm_and_rotate(ctx, sequences, self.k_norm, k);
-        let mut o = ctx.saved(q.shape());
-        let mut softmax_lse = ctx.saved_f32(&[h.rows(), self.shape.num_heads]);
-        attention::forward(ctx.device, &self.shape, sequences.tiles, &q, &k, &v, &mut o, &mut softmax_lse);
-        let o_proj = self.o_proj.forward(ctx, &o, y);
-        AttentionSaved { q, k, v, o, softmax_lse, q_norm, k_norm, q_proj, k_proj, v_proj, o_proj }
+        let mut o = ctx.saved(&self.o_proj.input_shape(device, rows));
+        let mut softmax_lse = ctx.saved_f32(&[rows, shape.num_heads]);
+        let operands = parts(shape, &qkv, qk.as_ref());
+        attention::forward(device, shape, tiles, operands, o.first_columns_mut(shape.q_width()), &mut softmax_lse);
+        let o_proj = self.o_proj.forward(ctx, &mut o, Some(residual.view()), y);
+        AttentionSaved { qkv, qk, o, softmax_lse, qkv_proj, o_proj }
     }
 
-    /// Backward of [`Attention::forward`]: from `dy` [T, hidden], assigns `dh` [T, hidden] if given.
+    /// Backward of [`Attention::forward`] but for the residual: from `dy` [T, hidden] with room for adapters
+    /// ([`Projection::output_shape`]), assigns `dh` [T, hidden] if given. `h` is [T, hidden].
     #[expect(clippy::too_many_arguments, reason = "the operands of one formula")]
     pub fn backward(
         &self,
@@ -90,56 +106,48 @@ impl Attention {
         grads: &mut Grads,
         sequences: Sequences<'_>,
         saved: AttentionSaved,
-        h: &Tensor,
-        dy: &Tensor,
-        mut dh: Option<&mut Tensor>,
+        h: View<'_>,
+        dy: &mut Tensor,
+        dh: Option<ViewMut<'_>>,
     ) {
-        let AttentionSaved { q, k, v, o, softmax_lse, q_norm, k_norm, q_proj, k_proj, v_proj, o_proj } = saved;
-        let mut d_o = ctx.scratch(o.shape());
-        self.o_proj.backward(ctx, grads, &o_proj, &o, dy, Some(&mut d_o), false);
-        let [mut dq, mut dk, mut dv] = [ctx.scratch(q.shape()), ctx.scratch(k.shape()), ctx.scratch(v.shape())];
-        let qkv = Saved { q: &q, k: &k, v: &v, o: &o, softmax_lse: &softmax_lse };
-        attention::backward(ctx.device, &self.shape, sequences.tiles, &qkv, &d_o, &mut dq, &mut dk, &mut dv);
-        let dq = unrotate_and_unnorm(ctx, grads, sequences, self.q_norm.zip(q_norm), dq);
-        let dk = unrotate_and_unnorm(ctx, grads, sequences, self.k_norm.zip(k_norm), dk);
-        self.q_proj.backward(ctx, grads, &q_proj, h, &dq, dh.as_deref_mut(), false);
-        self.k_proj.backward(ctx, grads, &k_proj, h, &dk, dh.as_deref_mut(), true);
-        self.v_proj.backward(ctx, grads, &v_proj, h, &dv, dh, true);
+        let Sequences { tiles, rope: table, position_ids } = sequences;
+        let (device, shape) = (ctx.device, &self.shape);
+        let (rows, q_width) = (h.rows(), shape.q_width());
+        let qk_width = q_width + shape.kv_width();
+        let o = saved.o.first_columns(q_width);
+        let mut d_o = ctx.scratch(&[rows, q_width]);
+        self.o_proj.backward(ctx, grads, &saved.o_proj, o, dy, Some(d_o.view_mut()));
+        let mut dqkv = ctx.scratch(&self.qkv_proj.output_shape(device, rows));
+        let operands =
+            attention::Saved { qkv: parts(shape, &saved.qkv, saved.qk.as_ref()), o, softmax_lse: &saved.softmax_lse };
+        attention::backward(device, shape, tiles, &operands, &d_o, dqkv.first_columns_mut(shape.qkv_width()));
+        drop(d_o);
+        match self.norms(ctx) {
+            None => rope::backward(device, dqkv.first_columns_mut(qk_width), table, position_ids),
+            Some(norms) => {
+                let x = saved.qkv.first_columns(qk_width);
+                for (heads, norm) in
+                    self.qk_norm.iter().flat_map(|n| [(Heads::Query, n.q_norm), (Heads::Key, n.k_norm)])
+                {
+                    if let Some(dweight) = grads.get_mut(norm.weight) {
+                        let dy = dqkv.first_columns(qk_width);
+                        qk_norm::backward_weight(device, &norms, table, position_ids, heads, x, dy, dweight);
+                    }
+                }
+                qk_norm::backward_in_place(device, &norms, table, position_ids, x, dqkv.first_columns_mut(qk_width));
+            }
+        }
+        self.qkv_proj.backward(ctx, grads, &saved.qkv_proj, h, &mut dqkv, dh);
     }
-}
 
-fn norm_and_rotate(
-    ctx: &Context<'_>,
-    sequences: Sequences<'_>,
-    norm: Option<RmsNorm>,
-    x: Tensor,
-) -> (Tensor, Option<NormSaved>) {
-    let (mut x, saved) = match norm {
-        None => (x, None),
-        Some(norm) => {
-            let mut y = ctx.saved(x.shape());
-            let rstd = norm.forward(ctx, &x, &mut y);
-            (y, Some(NormSaved { input: x, rstd }))
-        }
-    };
-    rope::forward(ctx.device, &mut x, sequences.rope, sequences.position_ids);
-    (x, saved)
-}
-
-fn unrotate_and_unnorm(
-    ctx: &Context<'_>,
-    grads: &mut Grads,
-    sequences: Sequences<'_>,
-    norm: Option<(RmsNorm, NormSaved)>,
-    mut dy: Tensor,
-) -> Tensor {
-    rope::backward(ctx.device, &mut dy, sequences.rope, sequences.position_ids);
-    match norm {
-        None => dy,
-        Some((norm, NormSaved { input, rstd })) => {
-            let mut dx = ctx.scratch(dy.shape());
-            norm.backward(ctx, grads, &input, &rstd, &dy, false, &mut dx);
-            dx
-        }
+    fn norms<'a>(&self, ctx: &Context<'a>) -> Option<QkNorm<'a>> {
+        let QkNorms { q_norm, k_norm } = self.qk_norm?;
+        Some(QkNorm {
+            q_weight: ctx.params.operand(q_norm.weight),
+            k_weight: ctx.params.operand(k_norm.weight),
+            eps: q_norm.eps,
+            num_heads: self.shape.num_heads,
+            num_kv_heads: self.shape.num_kv_heads,
+        })
     }
 }

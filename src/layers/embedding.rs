@@ -3,7 +3,7 @@
 use super::Context;
 use super::parameter::{Grads, ParamId};
 use crate::ops::embedding;
-use crate::tensor::{Indices, Tensor};
+use crate::tensor::{Indices, Tensor, View};
 
 /// Token embedding.
 #[derive(Debug, Clone, Copy)]
@@ -21,8 +21,8 @@ impl Embedding {
         x
     }
 
-    /// Adds the gradient of the table, if it trains.
-    pub fn backward(&self, ctx: &Context<'_>, grads: &mut Grads, input_ids: &Indices, dx: &Tensor) {
+    /// Adds the gradient of the table, if it trains, from `dx` [T, hidden].
+    pub fn backward(&self, ctx: &Context<'_>, grads: &mut Grads, input_ids: &Indices, dx: View<'_>) {
         if let Some(dtable) = grads.get_mut(self.weight) {
             embedding::backward(ctx.device, dx, input_ids, dtable);
         }

@@ -47,7 +47,8 @@ impl Head {
         losses
     }
 
-    /// Losses of the supervised rows [R], and the gradient of their sum times `weight`: `dx` [T, hidden] assigned, parameters accumulate.
+    /// Losses of the supervised rows [R], and the gradient of their sum times `weight`: the first columns of `dx` [T, ≥hidden] are assigned,
+    /// parameters accumulate.
     pub fn forward_backward(
         &self,
         ctx: &Context<'_>,
@@ -55,8 +56,8 @@ impl Head {
         x: &Tensor,
         supervised: Supervised<'_>,
         weight: f32,
-    ) -> (Tensor, Tensor) {
-        let mut dx = ctx.scratch(x.shape());
+        dx: &mut Tensor,
+    ) -> Tensor {
         let x = gather(ctx, x, supervised.rows);
         let mut h = ctx.scratch(x.shape());
         let rstd = self.norm.forward(ctx, &x, &mut h);
@@ -65,17 +66,19 @@ impl Head {
         self.for_each_chunk(ctx, &h, |first, h_chunk, mut logits| {
             self.cross_entropy(ctx, &mut logits, supervised, first, Some(weight), &mut losses);
             let mut dh_chunk = ctx.scratch(h_chunk.shape());
-            matmul::nn(ctx.device, 1.0, &logits, ctx.params.operand(self.weight), 0.0, &mut dh_chunk);
+            let table = ctx.params.operand(self.weight);
+            let d_logits = logits.first_columns(table.rows());
+            matmul::nn(ctx.device, 1.0, d_logits, table, 0.0, &mut dh_chunk);
             elementwise::round(ctx.device, &mut dh_chunk);
             elementwise::copy_rows(ctx.device, &dh_chunk, 0, &mut dh, first, h_chunk.rows());
             if let Some(dweight) = grads.get_mut(self.weight) {
-                matmul::tn(ctx.device, 1.0, &logits, h_chunk, 1.0, dweight);
+                matmul::tn(ctx.device, 1.0, d_logits, h_chunk, 1.0, dweight);
             }
         });
         let mut dx_rows = ctx.scratch(x.shape());
         self.norm.backward(ctx, grads, &x, &rstd, &dh, false, &mut dx_rows);
-        elementwise::scatter_rows(ctx.device, &dx_rows, supervised.rows, &mut dx);
-        (losses, dx)
+        elementwise::scatter_rows(ctx.device, &dx_rows, supervised.rows, dx);
+        losses
     }
 
     fn cross_entropy(
@@ -114,7 +117,7 @@ impl Head {
             let mut h_chunk = ctx.scratch(&[rows, width]);
             elementwise::copy_rows(ctx.device, h, first, &mut h_chunk, 0, rows);
             let mut logits = ctx.scratch(&[rows, ctx.device.padded(vocab)]);
-            matmul::nt(ctx.device, 1.0, &h_chunk, weight, 0.0, &mut logits);
+            matmul::nt(ctx.device, 1.0, &h_chunk, weight, 0.0, logits.first_columns_mut(vocab));
             elementwise::round(ctx.device, &mut logits);
             f(first, &h_chunk, logits);
         }

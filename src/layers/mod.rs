@@ -5,10 +5,10 @@
 pub mod attention;
 pub mod embedding;
 pub mod head;
-pub mod linear;
 pub mod mlp;
 pub mod norm;
 pub mod parameter;
+pub mod projection;
 
 use crate::ops::dropout::DropoutKey;
 use crate::tensor::{Device, MemoryCategory, Tensor};

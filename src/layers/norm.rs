@@ -3,7 +3,7 @@
 use super::Context;
 use super::parameter::{Grads, ParamId};
 use crate::ops::rms_norm;
-use crate::tensor::Tensor;
+use crate::tensor::{Tensor, ViewMut};
 
 /// RMSNorm over `width` values.
 #[derive(Debug, Clone, Copy)]
@@ -17,16 +17,16 @@ pub struct RmsNorm {
 }
 
 impl RmsNorm {
-    /// `x` → `y`, same shape, and `rstd` [values / width] for the backward pass.
-    pub fn forward(&self, ctx: &Context<'_>, x: &Tensor, y: &mut Tensor) -> Tensor {
-        let mut rstd = ctx.saved_f32(&[x.len() / self.width]);
+    /// `x` [R, width] → `y`, same shape, and `rstd` [R] for the backward pass.
+    pub fn forward<'y>(&self, ctx: &Context<'_>, x: &Tensor, y: impl Into<ViewMut<'y>>) -> Tensor {
+        let mut rstd = ctx.saved_f32(&[x.rows()]);
         rms_norm::forward(ctx.device, x, ctx.params.operand(self.weight), self.eps, y, &mut rstd);
         rstd
     }
 
     /// Backward of [`RmsNorm::forward`]: `dx` assigned, or added to with `accumulate`.
     #[expect(clippy::too_many_arguments, reason = "the operands of one formula")]
-    pub fn backward(
+    pub fn backward<'d>(
         &self,
         ctx: &Context<'_>,
         grads: &mut Grads,
@@ -34,7 +34,7 @@ impl RmsNorm {
         rstd: &Tensor,
         dy: &Tensor,
         accumulate: bool,
-        dx: &mut Tensor,
+        dx: impl Into<ViewMut<'d>>,
     ) {
         let (weight, dweight) = (ctx.params.operand(self.weight), grads.get_mut(self.weight));
         rms_norm::backward(ctx.device, dy, x, weight, rstd, accumulate, dx, dweight);

@@ -1,135 +1,352 @@
 //! Parameters: names, shapes, values and gradients, in one list with one order.
+//!
+//! A projection's weights and the adapters on them lie in one matrix, so that one product reads them all (see `projection`). Such a parameter
+//! is a part of the matrix, or, where it trains, an f32 tensor of its own with the part as its working copy.
 
-use crate::tensor::{DType, Device, MemoryCategory, Precision, Tensor};
+use crate::tensor::{Device, MemoryCategory, Precision, Tensor, View, ViewMut};
 
 /// Index of a parameter in its model's list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ParamId(usize);
+
+/// Index of a matrix that several parameters share.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct MatrixId(usize);
+
+/// A block of a shared matrix.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Part {
+    /// The matrix.
+    pub matrix: MatrixId,
+    /// First row.
+    pub row: usize,
+    /// First column.
+    pub col: usize,
+    /// Rows.
+    pub rows: usize,
+    /// Columns.
+    pub cols: usize,
+}
+
+/// Where values lie.
+#[derive(Debug)]
+enum Place {
+    Own(Tensor),
+    Part(Part),
+}
 
 /// One parameter: its name, its value and whether it trains.
 #[derive(Debug)]
 pub struct Parameter {
     /// Name as in a Hugging Face checkpoint, or, for adapters, `<module>.lora_A` and `<module>.lora_B`.
     pub name: String,
-    /// Value, exact: f32 where it trains.
-    pub value: Tensor,
-    /// What products read, where that is not `value` itself: a copy in the device's format.
-    pub working: Option<Tensor>,
+    /// Sizes of the dimensions.
+    pub shape: Vec<usize>,
+    /// What its memory is for.
+    pub category: MemoryCategory,
     /// Whether the optimizer updates it.
     pub trainable: bool,
+    /// Value, exact: f32 where it trains.
+    value: Place,
+    /// What products read, where that is not `value` itself.
+    working: Option<Place>,
+    /// Where its gradient lies in the gradients of its matrix: first row.
+    stacked: Option<usize>,
 }
 
 impl Parameter {
-    /// A base weight that does not train, in the device's format.
-    pub fn frozen(name: &str, value: Tensor) -> Self {
-        Self { name: name.into(), value, working: None, trainable: false }
+    /// Number of values.
+    pub fn len(&self) -> usize {
+        self.shape.iter().product()
     }
 
-    /// An adapter matrix: f32, with a working copy where products read another format.
-    pub fn adapter(device: &Device, name: String, shape: &[usize], values: Vec<f32>) -> Self {
-        let copy = |values| device.tensor(MemoryCategory::Adapters, shape, values);
-        let working = (device.dtype() != DType::F32).then(|| copy(values.clone()));
-        Self { name, value: device.tensor_f32(MemoryCategory::Adapters, shape, values), working, trainable: true }
+    /// Whether there is no value.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
     }
 
-    /// Makes a base weight trainable. Where products read rounded values, those become the working copy of an f32 master.
-    pub fn train(&mut self, device: &Device) {
-        if !std::mem::replace(&mut self.trainable, true) && device.precision() == Precision::Bf16 {
-            let master = device.tensor_f32(MemoryCategory::Optimizer, self.value.shape(), self.value.to_vec());
-            self.working = Some(std::mem::replace(&mut self.value, master));
-        }
-    }
-
-    /// Replaces the value, and the working copy with it.
-    pub fn set(&mut self, values: &[f32]) {
-        self.value.set(values);
-        if let Some(working) = &mut self.working {
-            working.set(values);
-        }
+    fn new(name: &str, shape: &[usize], category: MemoryCategory, value: Place) -> Self {
+        let (name, shape) = (name.to_owned(), shape.to_vec());
+        Self { name, shape, category, trainable: false, value, working: None, stacked: None }
     }
 }
 
 /// All parameters of a model, base weights and adapters, in the order in which they were made. The single walk over them.
-#[derive(Debug, Default)]
-pub struct Params(Vec<Parameter>);
+#[derive(Debug)]
+pub struct Params {
+    device: Device,
+    list: Vec<Parameter>,
+    matrices: Vec<Matrix>,
+}
+
+/// A shared matrix.
+#[derive(Debug)]
+struct Matrix {
+    values: Tensor,
+    /// Rows and columns of the gradients that are computed at once: the adapters' A, one below the other.
+    stacked: (usize, usize),
+}
 
 impl Params {
-    /// Adds a parameter.
-    pub fn push(&mut self, parameter: Parameter) -> ParamId {
-        self.0.push(parameter);
-        ParamId(self.0.len() - 1)
+    /// An empty list for parameters on `device`.
+    pub fn new(device: &Device) -> Self {
+        Self { device: device.clone(), list: Vec::new(), matrices: Vec::new() }
     }
 
-    /// What products read of a parameter.
+    /// Adds a base weight that does not train, in the device's format.
+    pub fn push(&mut self, name: &str, value: Tensor) -> ParamId {
+        let (shape, category) = (value.shape().to_vec(), value.category());
+        self.push_parameter(Parameter::new(name, &shape, category, Place::Own(value)))
+    }
+
+    /// Adds a matrix of zeros for several parameters.
+    pub fn push_matrix(&mut self, rows: usize, cols: usize) -> MatrixId {
+        let values = self.device.zeros(MemoryCategory::Weights, &[rows, cols]);
+        self.matrices.push(Matrix { values, stacked: (0, 0) });
+        MatrixId(self.matrices.len() - 1)
+    }
+
+    /// Adds a base weight that does not train as a part of a matrix; its values are zero until [`Self::set`].
+    pub fn push_part(&mut self, name: &str, part: Part) -> ParamId {
+        self.push_parameter(Parameter::new(name, &[part.rows, part.cols], MemoryCategory::Weights, Place::Part(part)))
+    }
+
+    /// Adds an adapter matrix: an f32 tensor that trains, with `part` as the copy that products read. With `stacked` its gradient lies in the
+    /// gradients of the matrix ([`Grads::stacked_mut`]) from that row on.
+    pub fn push_adapter(&mut self, name: &str, part: Part, values: Vec<f32>, stacked: Option<usize>) -> ParamId {
+        let shape = [part.rows, part.cols];
+        let value = self.device.tensor_f32(MemoryCategory::Adapters, &shape, values.clone());
+        let adapter = Parameter::new(name, &shape, MemoryCategory::Adapters, Place::Own(value));
+        let working = Some(Place::Part(part));
+        let id = self.push_parameter(Parameter { trainable: true, working, stacked, ..adapter });
+        if let Some(first) = stacked {
+            let (rows, cols) = &mut self.matrices[part.matrix.0].stacked;
+            (*rows, *cols) = ((*rows).max(first + part.rows), part.cols);
+        }
+        self.set(id, &values);
+        id
+    }
+
+    fn push_parameter(&mut self, parameter: Parameter) -> ParamId {
+        self.list.push(parameter);
+        ParamId(self.list.len() - 1)
+    }
+
+    /// Gives a matrix more rows and columns; what it holds stays where it is, the rest is zero.
+    pub fn grow_matrix(&mut self, id: MatrixId, rows: usize, cols: usize) {
+        let before = &self.matrices[id.0].values;
+        let (held_rows, held_cols) = (before.rows(), before.cols());
+        if rows <= held_rows && cols <= held_cols {
+            return;
+        }
+        let mut grown = self.device.zeros(before.category(), &[rows.max(held_rows), cols.max(held_cols)]);
+        let into = grown.view_mut().row_range(0, held_rows).columns(0, held_cols);
+        crate::ops::elementwise::copy(&self.device, before, into);
+        self.matrices[id.0].values = grown;
+    }
+
+    /// A shared matrix.
+    pub fn matrix(&self, id: MatrixId) -> &Tensor {
+        &self.matrices[id.0].values
+    }
+
+    /// Makes a base weight trainable. What products read becomes the working copy of an f32 master, where the two differ or lie apart.
+    pub fn train(&mut self, id: ParamId) {
+        if self.list[id.0].trainable {
+            return;
+        }
+        let is_part = matches!(self.list[id.0].value, Place::Part(_));
+        if is_part || self.device.precision() == Precision::Bf16 {
+            let values = self.to_vec(id);
+            let parameter = &mut self.list[id.0];
+            let master = self.device.tensor_f32(MemoryCategory::Optimizer, &parameter.shape, values);
+            parameter.working = Some(std::mem::replace(&mut parameter.value, Place::Own(master)));
+        }
+        self.list[id.0].trainable = true;
+    }
+
+    /// What operations other than a projection's read of a parameter that is a tensor of its own: norms, biases, embeddings, the head.
     pub fn operand(&self, id: ParamId) -> &Tensor {
-        let Parameter { value, working, .. } = &self.0[id.0];
-        working.as_ref().unwrap_or(value)
+        let Parameter { value, working, name, .. } = &self.list[id.0];
+        match working.as_ref().unwrap_or(value) {
+            Place::Own(tensor) => tensor,
+            Place::Part(_) => unreachable!("{name} is part of a matrix"),
+        }
+    }
+
+    /// A copy of the exact values on the host. From a GPU this waits for the device.
+    pub fn to_vec(&self, id: ParamId) -> Vec<f32> {
+        match &self.list[id.0].value {
+            Place::Own(tensor) => tensor.to_vec(),
+            Place::Part(part) => self.view(part).to_vec(),
+        }
+    }
+
+    fn view(&self, part: &Part) -> View<'_> {
+        self.matrix(part.matrix).view().row_range(part.row, part.rows).columns(part.col, part.cols)
+    }
+
+    /// Replaces the values, the working copy included.
+    pub fn set(&mut self, id: ParamId, values: &[f32]) {
+        let precision = self.device.precision();
+        let Self { list, matrices, .. } = self;
+        let Parameter { value, working, .. } = &mut list[id.0];
+        let mut write = |place: &mut Place, values: &[f32]| match place {
+            Place::Own(tensor) => tensor.set(values),
+            Place::Part(part) => part_mut(matrices, part).set(values),
+        };
+        write(value, values);
+        if let Some(working) = working {
+            let mut rounded = values.to_vec();
+            precision.round_slice(&mut rounded);
+            write(working, &rounded);
+        }
+    }
+
+    /// Value and working copy of a parameter that trains, for the optimizer.
+    pub fn trained_mut(&mut self, id: ParamId) -> (&mut Tensor, Option<ViewMut<'_>>) {
+        let Self { list, matrices, .. } = self;
+        let Parameter { value, working, name, .. } = &mut list[id.0];
+        let working = working.as_mut().map(|place| match place {
+            Place::Own(tensor) => tensor.view_mut(),
+            Place::Part(part) => part_mut(matrices, part),
+        });
+        match value {
+            Place::Own(value) => (value, working),
+            Place::Part(_) => unreachable!("{name} does not train"),
+        }
+    }
+
+    /// As [`Self::trained_mut`], to look at.
+    pub fn trained(&self, id: ParamId) -> (&Tensor, Option<View<'_>>) {
+        let Parameter { value, working, name, .. } = &self.list[id.0];
+        let working = working.as_ref().map(|place| match place {
+            Place::Own(tensor) => tensor.view(),
+            Place::Part(part) => self.view(part),
+        });
+        match value {
+            Place::Own(value) => (value, working),
+            Place::Part(_) => unreachable!("{name} does not train"),
+        }
     }
 
     /// A parameter.
     pub fn get(&self, id: ParamId) -> &Parameter {
-        &self.0[id.0]
-    }
-
-    /// A parameter, to update.
-    pub fn get_mut(&mut self, id: ParamId) -> &mut Parameter {
-        &mut self.0[id.0]
+        &self.list[id.0]
     }
 
     /// Name of a parameter.
     pub fn name(&self, id: ParamId) -> &str {
-        &self.0[id.0].name
+        &self.list[id.0].name
     }
 
     /// Whether a parameter trains.
     pub fn is_trainable(&self, id: ParamId) -> bool {
-        self.0[id.0].trainable
+        self.list[id.0].trainable
     }
 
     /// All parameters with their ids, in order.
     pub fn iter(&self) -> impl Iterator<Item = (ParamId, &Parameter)> {
-        self.0.iter().enumerate().map(|(i, p)| (ParamId(i), p))
+        self.list.iter().enumerate().map(|(i, p)| (ParamId(i), p))
     }
 
-    /// All parameters with their ids, in order, to change.
-    pub fn iter_mut(&mut self) -> impl Iterator<Item = (ParamId, &mut Parameter)> {
-        self.0.iter_mut().enumerate().map(|(i, p)| (ParamId(i), p))
+    /// Lets the optimizer update a parameter that was made to train, or leaves it alone from now on.
+    pub fn set_trainable(&mut self, id: ParamId, trainable: bool) {
+        self.list[id.0].trainable = trainable;
     }
 
     /// The parameter of that name.
-    pub fn find(&self, name: &str) -> Option<&Parameter> {
-        self.0.iter().find(|p| p.name == name)
+    pub fn find(&self, name: &str) -> Option<ParamId> {
+        self.list.iter().position(|p| p.name == name).map(ParamId)
     }
 
     /// Parameters that train, in values.
     pub fn num_trainable(&self) -> u64 {
-        self.0.iter().filter(|p| p.trainable).map(|p| p.value.len() as u64).sum()
+        self.list.iter().filter(|p| p.trainable).map(|p| p.len() as u64).sum()
     }
+}
+
+fn part_mut<'a>(matrices: &'a mut [Matrix], part: &Part) -> ViewMut<'a> {
+    matrices[part.matrix.0].values.view_mut().row_range(part.row, part.rows).columns(part.col, part.cols)
 }
 
 /// Gradients of the parameters that train, f32.
 #[derive(Debug)]
-pub struct Grads(Vec<Option<Tensor>>);
+pub struct Grads {
+    /// Tensors of their own.
+    own: Vec<Option<Tensor>>,
+    /// For each parameter, the rows of its matrix's stack that are its gradient.
+    stacked: Vec<Option<(MatrixId, usize, usize)>>,
+    /// For each matrix, the gradients that are computed at once.
+    stacks: Vec<Option<Tensor>>,
+}
 
 impl Grads {
     /// Zero gradients for every parameter of `params` that trains.
-    pub fn new(device: &Device, params: &Params) -> Self {
-        let grad = |p: &Parameter| p.trainable.then(|| device.zeros_f32(MemoryCategory::Gradients, p.value.shape()));
-        Self(params.iter().map(|(_, p)| grad(p)).collect())
+    pub fn new(params: &Params) -> Self {
+        let zeros = |shape: &[usize]| params.device.zeros_f32(MemoryCategory::Gradients, shape);
+        let stack = |matrix: &Matrix| {
+            let (rows, cols) = matrix.stacked;
+            (rows > 0).then(|| zeros(&[rows, cols]))
+        };
+        let stacked = |p: &Parameter| match (p.stacked, &p.working) {
+            (Some(first), Some(Place::Part(part))) => Some((part.matrix, first, part.rows)),
+            _ => None,
+        };
+        let own = |p: &Parameter| (p.trainable && stacked(p).is_none()).then(|| zeros(&p.shape));
+        Self {
+            own: params.list.iter().map(own).collect(),
+            stacked: params.list.iter().map(stacked).collect(),
+            stacks: params.matrices.iter().map(stack).collect(),
+        }
     }
 
     /// Sets every gradient to zero.
     pub fn zero(&mut self) {
-        self.0.iter_mut().flatten().for_each(Tensor::fill_zero);
+        self.own.iter_mut().chain(&mut self.stacks).flatten().for_each(Tensor::fill_zero);
     }
 
-    /// Gradient of a parameter, if it trains.
-    pub fn get(&self, id: ParamId) -> Option<&Tensor> {
-        self.0[id.0].as_ref()
+    /// Gradient of a parameter, if it trains; its rows follow each other without a gap.
+    pub fn get(&self, id: ParamId) -> Option<View<'_>> {
+        match self.stacked[id.0] {
+            Some((matrix, first, rows)) => Some(self.stacks[matrix.0].as_ref()?.view().row_range(first, rows)),
+            None => self.own[id.0].as_ref().map(Tensor::view),
+        }
     }
 
-    /// Gradient of a parameter to add to, if it trains.
+    /// Gradient of a parameter to add to, if it trains and has a tensor of its own.
     pub fn get_mut(&mut self, id: ParamId) -> Option<&mut Tensor> {
-        self.0[id.0].as_mut()
+        self.own[id.0].as_mut()
+    }
+
+    /// The gradients of a matrix that are computed at once, to add to: [rows, in].
+    pub fn stacked_mut(&mut self, matrix: MatrixId) -> Option<&mut Tensor> {
+        self.stacks[matrix.0].as_mut()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_share_a_matrix_that_grows_around_them() {
+        let device = Device::cpu(1, Precision::F32).unwrap();
+        let mut params = Params::new(&device);
+        let matrix = params.push_matrix(2, 3);
+        let weight = params.push_part("weight", Part { matrix, row: 0, col: 0, rows: 2, cols: 3 });
+        params.set(weight, &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
+        params.grow_matrix(matrix, 3, 4);
+        let part = Part { matrix, row: 2, col: 0, rows: 1, cols: 3 };
+        let a = params.push_adapter("lora_A", part, vec![7.0, 8.0, 9.0], Some(0));
+        assert_eq!(params.matrix(matrix).f32s(), [1.0, 2.0, 3.0, 0.0, 4.0, 5.0, 6.0, 0.0, 7.0, 8.0, 9.0, 0.0]);
+        assert_eq!(params.to_vec(weight), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
+        params.train(weight);
+        let (value, working) = params.trained_mut(weight);
+        assert_eq!((value.len(), working.unwrap().stride()), (6, 4));
+        let grads = Grads::new(&params);
+        assert_eq!(grads.get(a).unwrap().cols(), 3);
+        assert!(grads.get(weight).is_some());
+        assert_eq!(params.num_trainable(), 9);
     }
 }

@@ -3,15 +3,23 @@
 use super::batch::{DeviceBatch, SequenceMetadata};
 use crate::layers::Context;
 use crate::layers::attention::{Attention, AttentionSaved, Sequences};
-use crate::layers::mlp::{Mlp, MlpSaved};
+use crate::layers::mlp::{Mlp, MlpSaved, Output};
 use crate::layers::norm::RmsNorm;
 use crate::layers::parameter::Grads;
-use crate::ops::elementwise;
+use crate::layers::projection::Projection;
 use crate::tensor::Tensor;
 use crate::tensor::phase::{Pass, Phase};
 
+/// The linear layers of a block: those on one input are one projection.
+pub const PROJECTIONS: [&[&str]; 4] = [
+    &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    &["self_attn.o_proj"],
+    &["mlp.gate_proj", "mlp.up_proj"],
+    &["mlp.down_proj"],
+];
+
 /// A block of a dense transformer.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Block {
     /// Number of the block, from 0.
     pub index: u32,
@@ -34,6 +42,15 @@ pub struct BlockSaved {
     /// Residual stream between attention and MLP.
     middle: Tensor,
     mlp: MlpSaved,
+    /// Where the backward pass follows at once, what the projections of attention and MLP read.
+    inputs: Option<[Normed; 2]>,
+}
+
+/// A normalized input, with room for adapters, and its `rstd`.
+#[derive(Debug)]
+struct Normed {
+    h: Tensor,
+    rstd: Tensor,
 }
 
 impl Block {
@@ -46,11 +63,12 @@ impl Block {
         x: &Tensor,
     ) -> (Tensor, BlockSaved) {
         let mut out = ctx.saved(x.shape());
-        let saved = self.run(ctx, batch, metadata, x, &mut out, true);
+        let saved = self.run(ctx, batch, metadata, x, Some(&mut out));
         (out, saved)
     }
 
-    /// What [`Block::forward`] keeps, computed again. The last product of the MLP feeds only the output, so it is left out.
+    /// What [`Block::forward`] keeps, computed again. The last product of the MLP feeds only the output, so it is left out; the backward pass
+    /// follows at once, so what it would have to make again is kept.
     pub fn recompute(
         &self,
         ctx: &Context<'_>,
@@ -58,42 +76,43 @@ impl Block {
         metadata: &SequenceMetadata,
         x: &Tensor,
     ) -> BlockSaved {
-        let mut attention_out = ctx.scratch(x.shape());
-        self.run(ctx, batch, metadata, x, &mut attention_out, false)
+        self.run(ctx, batch, metadata, x, None)
     }
 
-    /// The forward pass. `out` holds the attention's output on the way; with `need_output` it ends as the block's output.
     fn run(
         &self,
         ctx: &Context<'_>,
         batch: &DeviceBatch,
         metadata: &SequenceMetadata,
         x: &Tensor,
-        out: &mut Tensor,
-        need_output: bool,
+        out: Option<&mut Tensor>,
     ) -> BlockSaved {
         let clock = ctx.device.clock();
         let sequences = self.sequences(batch, metadata);
+        let keep_inputs = out.is_none();
         let phase = clock.enter(Phase::Attention, Pass::Forward, Some(self.index));
-        let mut attn_in = ctx.scratch(x.shape());
-        self.input_layernorm.forward(ctx, x, &mut attn_in);
-        let attn = self.self_attn.forward(ctx, sequences, &attn_in, out);
+        let mut attn_in = normed(ctx, &self.input_layernorm, &self.self_attn.qkv_proj, x);
         let mut middle = ctx.saved(x.shape());
-        elementwise::add(ctx.device, x, out, &mut middle);
+        let attn = self.self_attn.forward(ctx, sequences, &mut attn_in.h, x, &mut middle);
+        let attn_in = keep_inputs.then_some(attn_in);
         drop(phase);
 
         let _phase = clock.enter(Phase::Mlp, Pass::Forward, Some(self.index));
-        let mut mlp_in = ctx.scratch(x.shape());
-        self.post_attention_layernorm.forward(ctx, &middle, &mut mlp_in);
-        let mlp = self.mlp.forward(ctx, &mlp_in, need_output.then_some(&mut *out));
-        if need_output {
-            elementwise::add_assign(ctx.device, out, &middle);
-        }
-        BlockSaved { attn, middle, mlp }
+        let mut mlp_in = normed(ctx, &self.post_attention_layernorm, &self.mlp.gate_up_proj, &middle);
+        let output = out.map_or(Output::Skip, |y| Output::Write { residual: &middle, y });
+        let mlp = self.mlp.forward(ctx, &mut mlp_in.h, output);
+        BlockSaved { attn, middle, mlp, inputs: attn_in.map(|attn_in| [attn_in, mlp_in]) }
     }
 
-    /// Backward of [`Block::forward`]: turns the gradient of the output into that of `x`. Without `need_dx` the result is not
-    /// that gradient, and the work for it is not done: nothing before this block trains.
+    /// Columns that the gradient of the residual stream needs: those of the hidden size, and room for adapters of what reads it.
+    pub fn gradient_columns(&self, ctx: &Context<'_>) -> usize {
+        let columns = |projection: &Projection| projection.output_shape(ctx.device, 0)[1];
+        columns(&self.self_attn.o_proj).max(columns(&self.mlp.down_proj))
+    }
+
+    /// Backward of [`Block::forward`]: turns the gradient of the output into that of `x`, in the first columns of `dx`
+    /// [T, ≥ [`Self::gradient_columns`]]. Without `need_dx` the result is not that gradient, and the work for it is not done: nothing before
+    /// this block trains.
     #[expect(clippy::too_many_arguments, reason = "the operands of one formula")]
     pub fn backward(
         &self,
@@ -103,48 +122,55 @@ impl Block {
         metadata: &SequenceMetadata,
         x: &Tensor,
         saved: BlockSaved,
-        mut dx: Tensor,
+        dx: &mut Tensor,
         need_dx: bool,
-    ) -> Tensor {
+    ) {
         let clock = ctx.device.clock();
         let sequences = self.sequences(batch, metadata);
-        let BlockSaved { attn, middle, mlp } = saved;
+        let hidden = x.cols();
+        let BlockSaved { attn, middle, mlp, inputs } = saved;
+        let (attn_in, mlp_in) = inputs.map(|[attn_in, mlp_in]| (attn_in, mlp_in)).unzip();
         let phase = clock.enter(Phase::Mlp, Pass::Backward, Some(self.index));
-        // What the projections read is not kept: a norm is one pass over memory to make again.
-        let mut mlp_in = ctx.scratch(x.shape());
-        let mlp_rstd = self.post_attention_layernorm.forward(ctx, &middle, &mut mlp_in);
+        // What the projections read is not kept in a long run: a norm is one pass over memory to make again.
+        let norm = &self.post_attention_layernorm;
+        let mlp_in = mlp_in.unwrap_or_else(|| normed(ctx, norm, &self.mlp.gate_up_proj, &middle));
         let mut dh = ctx.scratch(x.shape());
-        self.mlp.backward(ctx, grads, mlp, &mlp_in, &dx, &mut dh);
-        self.post_attention_layernorm.backward(ctx, grads, &middle, &mlp_rstd, &dh, true, &mut dx);
+        self.mlp.backward(ctx, grads, mlp, mlp_in.h.first_columns(hidden), dx, dh.view_mut());
+        norm.backward(ctx, grads, &middle, &mlp_in.rstd, &dh, true, dx.first_columns_mut(hidden));
         drop((mlp_in, middle, phase));
 
         let _phase = clock.enter(Phase::Attention, Pass::Backward, Some(self.index));
-        let mut attn_in = ctx.scratch(x.shape());
-        let attn_rstd = self.input_layernorm.forward(ctx, x, &mut attn_in);
-        let need_dh = need_dx || ctx.params.is_trainable(self.input_layernorm.weight);
-        self.self_attn.backward(ctx, grads, sequences, attn, &attn_in, &dx, need_dh.then_some(&mut dh));
+        let norm = &self.input_layernorm;
+        let attn_in = attn_in.unwrap_or_else(|| normed(ctx, norm, &self.self_attn.qkv_proj, x));
+        let need_dh = need_dx || ctx.params.is_trainable(norm.weight);
+        let h = attn_in.h.first_columns(hidden);
+        self.self_attn.backward(ctx, grads, sequences, attn, h, dx, need_dh.then(|| dh.view_mut()));
         if need_dh {
-            self.input_layernorm.backward(ctx, grads, x, &attn_rstd, &dh, true, &mut dx);
+            norm.backward(ctx, grads, x, &attn_in.rstd, &dh, true, dx.first_columns_mut(hidden));
         }
-        dx
     }
 
     fn sequences<'a>(&self, batch: &'a DeviceBatch, metadata: &'a SequenceMetadata) -> Sequences<'a> {
         Sequences { tiles: metadata.tiles(self.window), rope: metadata.rope(), position_ids: &batch.position_ids }
     }
 
-    /// The block's linear projections with their names, in checkpoint order.
-    pub fn linears_mut(&mut self) -> [(&'static str, &mut crate::layers::linear::Linear); 7] {
-        let Attention { q_proj, k_proj, v_proj, o_proj, .. } = &mut self.self_attn;
-        let Mlp { gate_proj, up_proj, down_proj } = &mut self.mlp;
-        [
-            ("self_attn.q_proj", q_proj),
-            ("self_attn.k_proj", k_proj),
-            ("self_attn.v_proj", v_proj),
-            ("self_attn.o_proj", o_proj),
-            ("mlp.gate_proj", gate_proj),
-            ("mlp.up_proj", up_proj),
-            ("mlp.down_proj", down_proj),
-        ]
+    /// The block's projections in the order of [`PROJECTIONS`].
+    pub fn projections(&self) -> [&Projection; PROJECTIONS.len()] {
+        let (Attention { qkv_proj, o_proj, .. }, Mlp { gate_up_proj, down_proj }) = (&self.self_attn, &self.mlp);
+        [qkv_proj, o_proj, gate_up_proj, down_proj]
     }
+
+    /// As [`Self::projections`], to change.
+    pub fn projections_mut(&mut self) -> [&mut Projection; PROJECTIONS.len()] {
+        let (Attention { qkv_proj, o_proj, .. }, Mlp { gate_up_proj, down_proj }) =
+            (&mut self.self_attn, &mut self.mlp);
+        [qkv_proj, o_proj, gate_up_proj, down_proj]
+    }
+}
+
+/// The input of a projection: `x` [T, hidden] normalized, with room for the projection's adapters.
+fn normed(ctx: &Context<'_>, norm: &RmsNorm, projection: &Projection, x: &Tensor) -> Normed {
+    let mut h = ctx.scratch(&projection.input_shape(ctx.device, x.rows()));
+    let rstd = norm.forward(ctx, x, h.first_columns_mut(x.cols()));
+    Normed { h, rstd }
 }

@@ -2,12 +2,14 @@
 
 use anyhow::{bail, ensure};
 
+use super::block::PROJECTIONS;
+use super::skeleton::adapter_columns;
 use super::transformer::Transformer;
 use crate::base::error::Result;
 use crate::base::rng::Philox;
 use crate::formats::peft::expand_targets;
-use crate::layers::linear::Lora;
-use crate::layers::parameter::Parameter;
+use crate::layers::parameter::{ParamId, Parameter, Part};
+use crate::layers::projection::Lora;
 use crate::tensor::MemoryCategory;
 
 /// Random stream of adapter number 0; the others follow. Above the streams of shuffling (small numbers) and of dropout (the step in the upper
@@ -34,6 +36,17 @@ impl LoraSpec {
     pub fn scale(r: usize, lora_alpha: f64, use_rslora: bool) -> f64 {
         if use_rslora { lora_alpha / (r as f64).sqrt() } else { lora_alpha / r as f64 }
     }
+
+    /// Rank of the adapter that module `module` of block `layer` gets; 0 for none, or when [`Transformer::add_lora`] will refuse the targets.
+    pub(super) fn rank_of(&self, layer: usize, module: &str) -> usize {
+        let targets = expand_targets(&self.target_modules).unwrap_or_default();
+        if self.wants(&targets, layer, module) { self.r } else { 0 }
+    }
+
+    fn wants<T: AsRef<str>>(&self, targets: &[T], layer: usize, module: &str) -> bool {
+        (self.layers_to_transform.is_empty() || self.layers_to_transform.contains(&layer))
+            && targets.iter().any(|target| module.ends_with(target.as_ref()))
+    }
 }
 
 impl Transformer {
@@ -49,26 +62,34 @@ impl Transformer {
         }
         ensure!(spec.r >= 1, "an adapter's rank r must be at least 1");
         ensure!((0.0..1.0).contains(&spec.dropout), "lora_dropout must lie in 0 ≤ p < 1, found {}", spec.dropout);
+        ensure!(self.adapters().next().is_none(), "the model has adapters already");
+        let Self { device, params, blocks, .. } = self;
         let mut index = 0;
-        for block in &mut self.blocks {
+        for block in blocks {
             let number = block.index as usize;
-            let wanted = spec.layers_to_transform.is_empty() || spec.layers_to_transform.contains(&number);
-            for (module, linear) in block.linears_mut() {
-                ensure!(linear.lora.is_none(), "block {number} has an adapter on {module} already");
-                if !wanted || !targets.iter().any(|target| module.ends_with(target)) {
-                    continue;
+            for (modules, projection) in PROJECTIONS.into_iter().zip(block.projections_mut()) {
+                let wanted = |module: &str| spec.wants(&targets, number, module);
+                let count = modules.iter().filter(|module| wanted(module)).count();
+                let columns = adapter_columns(device, spec.r);
+                let (matrix, inner, outer) = (projection.matrix, projection.in_features, projection.out_features);
+                projection.adapter_columns = count * columns;
+                params.grow_matrix(matrix, outer + count * columns, device.stride(inner + count * columns));
+                let mut first = 0;
+                for (module, linear) in modules.iter().zip(&mut projection.linears).filter(|(module, _)| wanted(module))
+                {
+                    let name = format!("model.layers.{number}.{module}");
+                    let bound = 1.0 / (inner as f64).sqrt();
+                    let values = uniform(Philox::new(seed, INIT_STREAM + u64::from(index)), spec.r * inner, bound);
+                    let a = Part { matrix, row: outer + first, col: 0, rows: spec.r, cols: inner };
+                    let a = params.push_adapter(&format!("{name}.lora_A"), a, values, Some(first));
+                    let rows = linear.out_features;
+                    let b = Part { matrix, row: linear.first, col: inner + first, rows, cols: spec.r };
+                    let b = params.push_adapter(&format!("{name}.lora_B"), b, vec![0.0; rows * spec.r], None);
+                    let (scale, dropout) = (spec.scale as f32, spec.dropout as f32);
+                    linear.lora = Some(Lora { a, b, r: spec.r, first, scale, dropout, index });
+                    first += columns;
+                    index += 1;
                 }
-                let name = format!("model.layers.{number}.{module}");
-                let bound = 1.0 / (linear.in_features as f64).sqrt();
-                let values =
-                    uniform(Philox::new(seed, INIT_STREAM + u64::from(index)), spec.r * linear.in_features, bound);
-                let mut push = |suffix: &str, shape: [usize; 2], data| {
-                    self.params.push(Parameter::adapter(&self.device, format!("{name}.{suffix}"), &shape, data))
-                };
-                let a = push("lora_A", [spec.r, linear.in_features], values);
-                let b = push("lora_B", [linear.out_features, spec.r], vec![0.0; linear.out_features * spec.r]);
-                linear.lora = Some(Lora { a, b, scale: spec.scale as f32, dropout: spec.dropout as f32, index });
-                index += 1;
             }
         }
         ensure!(index > 0, "no projection gets an adapter: check target_modules and layers_to_transform");
@@ -83,20 +104,20 @@ impl Transformer {
         &mut self,
         tensors: impl IntoIterator<Item = (String, &'a [usize], &'a [f32])>,
     ) -> Result<()> {
-        let mut missing: std::collections::BTreeSet<String> = self.adapters().map(|p| p.name.clone()).collect();
+        let mut missing: std::collections::BTreeSet<String> = self.adapters().map(|(_, p)| p.name.clone()).collect();
         for (name, shape, data) in tensors {
-            let parameter = self.params.iter_mut().map(|(_, p)| p).find(|p| p.name == name && is_adapter(p));
-            let Some(parameter) = parameter else {
+            let id = self.params.find(&name).filter(|&id| is_adapter(self.params.get(id)));
+            let Some(id) = id else {
                 bail!(
                     "the adapter has {name}, which this run's method does not: match r, target_modules and layers_to_transform to it"
                 );
             };
+            let own_shape = &self.params.get(id).shape;
             ensure!(
-                parameter.value.shape() == shape,
-                "{name} has shape {shape:?} in the adapter and {:?} in this run: set method.r to the adapter's",
-                parameter.value.shape()
+                own_shape == shape,
+                "{name} has shape {shape:?} in the adapter and {own_shape:?} in this run: set method.r to the adapter's"
             );
-            parameter.set(data);
+            self.params.set(id, data);
             missing.remove(&name);
         }
         if let Some(name) = missing.first() {
@@ -108,14 +129,14 @@ impl Transformer {
         Ok(())
     }
 
-    /// The adapter matrices, in order.
-    pub fn adapters(&self) -> impl Iterator<Item = &Parameter> {
-        self.params.iter().map(|(_, p)| p).filter(|p| is_adapter(p))
+    /// The adapter matrices with their ids, in order.
+    pub fn adapters(&self) -> impl Iterator<Item = (ParamId, &Parameter)> {
+        self.params.iter().filter(|(_, p)| is_adapter(p))
     }
 }
 
 fn is_adapter(parameter: &Parameter) -> bool {
-    parameter.value.category() == MemoryCategory::Adapters
+    parameter.category == MemoryCategory::Adapters
 }
 
 /// `len` values uniform in [−bound, bound).

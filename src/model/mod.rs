@@ -8,9 +8,9 @@ pub mod config_hf;
 pub mod generate;
 pub mod loading;
 pub mod lora;
-mod names;
 pub mod policy;
 pub mod rotary;
+mod skeleton;
 pub mod transformer;
 
 #[cfg(test)]

@@ -10,14 +10,15 @@ use super::batch::{DeviceBatch, SequenceMetadata};
 use super::block::{Block, BlockSaved};
 use super::config::ModelConfig;
 use super::loading::Checkpoint;
-use super::names::Names;
+use super::lora::LoraSpec;
 use super::policy::Activations;
 use super::rotary;
+use super::skeleton::{Skeleton, skeleton};
 use crate::base::error::Result;
 use crate::base::rng::{Philox, unit_f32};
 use crate::layers::embedding::Embedding;
 use crate::layers::head::{Head, Supervised};
-use crate::layers::parameter::{Grads, Parameter, Params};
+use crate::layers::parameter::{Grads, ParamId, Params};
 use crate::layers::{Context, DropoutState};
 use crate::ops::cross_entropy::LossSum;
 use crate::ops::rope::RopeTable;
@@ -64,84 +65,84 @@ impl Transformer {
     /// When a tensor cannot be read.
     pub fn load(checkpoint: &Checkpoint, device: &Device, progress: &mut dyn FnMut(u64, u64)) -> Result<Self> {
         let never = AtomicBool::new(false);
-        Self::load_unless_stopped(checkpoint, device, progress, &never)?.context("loading was stopped")
+        Self::load_unless_stopped(checkpoint, device, None, progress, &never)?.context("loading was stopped")
     }
 
-    /// As [`Transformer::load`]; `None` when `stop` was raised on the way (it is looked at before every block).
+    /// As [`Transformer::load`], with room for the adapters of `lora` from the start; `None` when `stop` was raised on the way (it is looked at
+    /// before every tensor).
     ///
     /// # Errors
     /// As [`Transformer::load`].
     pub fn load_unless_stopped(
         checkpoint: &Checkpoint,
         device: &Device,
+        lora: Option<&LoraSpec>,
         progress: &mut dyn FnMut(u64, u64),
         stop: &AtomicBool,
     ) -> Result<Option<Self>> {
-        let config = checkpoint.config();
-        let mut params = Params::default();
+        let mut model = Self::zeros(checkpoint.config(), device, lora)?;
         let (mut done_bytes, total_bytes) = (0, checkpoint.num_parameters() * 4);
-        for (name, shape) in config.expected_tensors() {
+        for (id, name) in model.names() {
             if stop.load(Ordering::Relaxed) {
                 return Ok(None);
             }
             let mut data = checkpoint.tensor_f32(&name)?;
             device.precision().round_slice(&mut data);
             done_bytes += size_of_val(data.as_slice()) as u64;
-            let value = device.tensor(MemoryCategory::Weights, &shape, data);
+            model.params.set(id, &data);
             device.check().with_context(|| format!("loading {name}"))?;
-            params.push(Parameter::frozen(&name, value));
             progress(done_bytes, total_bytes);
         }
-        Self::from_params(config.clone(), device, params).map(Some)
+        Ok(Some(model))
     }
 
-    /// A model of that shape with random weights: uniform with the standard deviation of GPT-2's start, 0.02; norms 1, biases 0.
+    /// A model of that shape with random weights: uniform with the standard deviation of GPT-2's start, 0.02; norms 1, biases 0. It has room
+    /// for the adapters of `lora`.
     ///
     /// # Errors
     /// When the device has no room.
-    pub fn random(config: &ModelConfig, device: &Device, seed: u64) -> Result<Self> {
-        let mut params = Params::default();
-        for (number, (name, shape)) in config.expected_tensors().into_iter().enumerate() {
-            let len: usize = shape.iter().product();
-            let data = match shape.len() {
-                1 => vec![if name.ends_with("bias") { 0.0 } else { 1.0 }; len],
-                _ => {
-                    let generator = Philox::new(seed, number as u64);
-                    let bound = 0.02 * 3f32.sqrt();
-                    let mut data = vec![0.0f32; len];
-                    data.par_chunks_mut(4).enumerate().with_min_len(1 << 14).for_each(|(block, values)| {
-                        let words = generator.block(block as u64);
-                        values.iter_mut().zip(words).for_each(|(x, word)| *x = (2.0 * unit_f32(word) - 1.0) * bound);
-                    });
-                    device.precision().round_slice(&mut data);
-                    data
-                }
+    pub fn random(config: &ModelConfig, device: &Device, lora: Option<&LoraSpec>, seed: u64) -> Result<Self> {
+        let mut model = Self::zeros(config, device, lora)?;
+        for (number, (id, name)) in model.names().into_iter().enumerate() {
+            let (len, is_vector) = (model.params.get(id).len(), model.params.get(id).shape.len() == 1);
+            let data = if is_vector {
+                vec![if name.ends_with("bias") { 0.0 } else { 1.0 }; len]
+            } else {
+                let generator = Philox::new(seed, number as u64);
+                let bound = 0.02 * 3f32.sqrt();
+                let mut data = vec![0.0f32; len];
+                data.par_chunks_mut(4).enumerate().with_min_len(1 << 14).for_each(|(block, values)| {
+                    let words = generator.block(block as u64);
+                    values.iter_mut().zip(words).for_each(|(x, word)| *x = (2.0 * unit_f32(word) - 1.0) * bound);
+                });
+                device.precision().round_slice(&mut data);
+                data
             };
-            let value = device.tensor(MemoryCategory::Weights, &shape, data);
+            model.params.set(id, &data);
             device.check().with_context(|| format!("making {name}"))?;
-            params.push(Parameter::frozen(&name, value));
         }
-        Self::from_params(config.clone(), device, params)
+        Ok(model)
     }
 
-    /// A model over the parameters of `config.expected_tensors()`.
-    fn from_params(config: ModelConfig, device: &Device, params: Params) -> Result<Self> {
-        let names = Names::new(&params);
-        let embed_tokens = Embedding { weight: names.id("model.embed_tokens.weight")? };
-        let blocks = (0..config.num_hidden_layers).map(|i| names.block(&config, i)).collect::<Result<Vec<_>>>()?;
-        let weight = if config.tie_word_embeddings { embed_tokens.weight } else { names.id("lm_head.weight")? };
-        let head = Head { norm: names.norm("model.norm", &config, config.hidden_size)?, weight };
-        let inv_freq = rotary::inv_freq(&config);
+    /// A model whose parameters are all zero.
+    fn zeros(config: &ModelConfig, device: &Device, lora: Option<&LoraSpec>) -> Result<Self> {
+        let rank = |layer: usize, module: &str| lora.map_or(0, |lora| lora.rank_of(layer, module));
+        let Skeleton { params, embed_tokens, blocks, head } = skeleton(config, device, &rank)?;
         Ok(Self {
             device: device.clone(),
-            config,
+            config: config.clone(),
             params,
             embed_tokens,
             blocks,
             head,
-            inv_freq,
+            inv_freq: rotary::inv_freq(config),
             rope: Mutex::default(),
         })
+    }
+
+    /// All parameters by id and name.
+    fn names(&self) -> Vec<(ParamId, String)> {
+        self.params.iter().map(|(id, parameter)| (id, parameter.name.clone())).collect()
     }
 
     /// The model's configuration.
@@ -166,8 +167,9 @@ impl Transformer {
 
     /// Makes every base parameter trainable (full fine-tuning).
     pub fn train_everything(&mut self) {
-        let device = self.device.clone();
-        self.params.iter_mut().for_each(|(_, p)| p.train(&device));
+        for (id, _) in self.names() {
+            self.params.train(id);
+        }
     }
 
     /// Forward and backward over one micro-batch: adds its token losses to `loss` and its gradients to `grads`; `None` when stopped on the way.
@@ -214,12 +216,13 @@ impl Transformer {
             }
         }
         let supervised = Supervised { rows: &batch.rows, targets: &batch.targets };
-        let mut dx = {
+        let columns = self.blocks.iter().map(|block| block.gradient_columns(&ctx)).max().unwrap_or(x.cols());
+        let mut dx = ctx.scratch(&[x.rows(), columns]);
+        {
             let _phase = clock.enter(Phase::HeadLoss, Pass::Forward, None);
-            let (losses, dx) = self.head.forward_backward(&ctx, grads, &x, supervised, options.weight);
+            let losses = self.head.forward_backward(&ctx, grads, &x, supervised, options.weight, &mut dx);
             loss.add(&self.device, &losses);
-            dx
-        };
+        }
         drop(x);
         let embedding_trains = self.params.is_trainable(self.embed_tokens.weight);
         for (block, Kept { x, saved }) in self.blocks[first..].iter().zip(kept).rev() {
@@ -231,11 +234,11 @@ impl Transformer {
                 block.recompute(&ctx, batch, &metadata, &x)
             });
             let need_dx = embedding_trains || block.index as usize > first;
-            dx = block.backward(&ctx, grads, batch, &metadata, &x, saved, dx, need_dx);
+            block.backward(&ctx, grads, batch, &metadata, &x, saved, &mut dx, need_dx);
         }
         if embedding_trains {
             let _phase = clock.enter(Phase::HeadLoss, Pass::Backward, None);
-            self.embed_tokens.backward(&ctx, grads, &batch.input_ids, &dx);
+            self.embed_tokens.backward(&ctx, grads, &batch.input_ids, dx.first_columns(self.config.hidden_size));
         }
         Some(())
     }
@@ -300,11 +303,10 @@ impl Transformer {
             return 0;
         }
         let trains = |block: &Block| {
-            let mut block = *block;
-            let adapters = block.linears_mut().iter().any(|(_, linear)| {
-                linear.lora.is_some_and(|lora| self.params.is_trainable(lora.a) || self.params.is_trainable(lora.b))
-            });
-            adapters || self.params.is_trainable(block.input_layernorm.weight)
+            let adapters = block.projections().into_iter().flat_map(|projection| &projection.linears);
+            let mut adapters = adapters.filter_map(|linear| linear.lora);
+            adapters.any(|lora| self.params.is_trainable(lora.a) || self.params.is_trainable(lora.b))
+                || self.params.is_trainable(block.input_layernorm.weight)
         };
         self.blocks.iter().position(trains).unwrap_or(self.blocks.len())
     }

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use crate::tensor::Precision;
+use crate::tensor::{Precision, Tensor, ViewMut};
 
 /// Values that one task handles at least.
 const MIN_VALUES_PER_TASK: usize = 16_384;
@@ -51,21 +51,11 @@ impl AdamWParams {
     }
 }
 
-/// Updates `param`, and the moments `m` and `v`, from `grad·grad_scale`; all of one shape, f32, on the CPU. `working`, if given, becomes the
-/// new value rounded to `precision`. On a GPU `multi_tensor` does the same for all tensors at once.
+/// Updates `param`, and the moments `m` and `v`, from `grad·grad_scale`; all of one shape, f32, on the CPU. On a GPU `multi_tensor` does the same
+/// for all tensors at once, and [`copy_rounded`] with it.
 ///
 /// `p ← p·(1 − lr·wd)`; `m ← m + (g − m)·(1 − β1)`; `v ← β2·v + (1 − β2)·g²`; `p ← p − lr/(1 − β1^t) · m / (√v/√(1 − β2^t) + eps)`.
-#[expect(clippy::too_many_arguments, reason = "the operands of one formula")]
-pub fn update(
-    precision: Precision,
-    p: &AdamWParams,
-    grad_scale: f32,
-    param: &mut [f32],
-    working: Option<&mut [f32]>,
-    grad: &[f32],
-    m: &mut [f32],
-    v: &mut [f32],
-) {
+pub fn update(p: &AdamWParams, grad_scale: f32, param: &mut [f32], grad: &[f32], m: &mut [f32], v: &mut [f32]) {
     assert_eq!((param.len(), m.len(), v.len()), (grad.len(), grad.len(), grad.len()), "shapes of adamw");
     let c = p.constants();
     let moments = m.par_iter_mut().zip(v.par_iter_mut());
@@ -77,26 +67,32 @@ pub fn update(
         *v = *v * c.beta2 + g * g * c.one_minus_beta2;
         *w -= c.step_size * (*m / (v.sqrt() / c.root_correction2 + c.eps));
     });
-    if let Some(working) = working {
-        let values = working.par_iter_mut().zip(&*param).with_min_len(MIN_VALUES_PER_TASK);
-        values.for_each(|(working, &w)| *working = precision.round(w));
-    }
+}
+
+/// `working` [rows, cols], the copy that products read, becomes `value` rounded to `precision`, on the CPU.
+pub fn copy_rounded(precision: Precision, value: &Tensor, mut working: ViewMut<'_>) {
+    let (cols, stride) = (working.cols(), working.stride());
+    assert_eq!(value.len(), working.rows() * cols, "shapes of a working copy");
+    let rows = working.f32s_mut().par_chunks_mut(stride).zip(value.f32s().par_chunks_exact(cols));
+    rows.with_min_len(MIN_VALUES_PER_TASK.div_ceil(cols.max(1))).for_each(|(working, value)| {
+        working.iter_mut().zip(value).for_each(|(working, &w)| *working = precision.round(w));
+    });
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ops::testing::assert_close;
+    use crate::ops::testing::{assert_close, cpu};
+    use crate::tensor::MemoryCategory;
 
     #[test]
     fn three_updates_agree_with_the_formula_in_f64() {
         let (mut w, mut m, mut v) = ([0.5, -1.0, 2.0], [0.0; 3], [0.0; 3]);
-        let mut working = [0.0; 3];
         let mut want = [(0.5f64, 0.0f64, 0.0f64), (-1.0, 0.0, 0.0), (2.0, 0.0, 0.0)];
         for step in 1..=3u64 {
             let g = [0.1 * step as f32, -0.2, 1e-4];
             let p = AdamWParams { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1, step };
-            update(Precision::Bf16, &p, 0.5, &mut w, Some(&mut working), &g, &mut m, &mut v);
+            update(&p, 0.5, &mut w, &g, &mut m, &mut v);
             for ((w, m, v), g) in want.iter_mut().zip(g) {
                 let g = f64::from(g) * 0.5;
                 *w *= 1.0 - 1e-2 * 0.1;
@@ -107,6 +103,15 @@ mod tests {
             }
         }
         assert_close("weights", &w, &want.map(|w| w.0 as f32), 1e-6);
-        assert_eq!(working, w.map(|w| Precision::Bf16.round(w)));
+    }
+
+    #[test]
+    fn a_working_copy_is_rounded_and_leaves_its_surroundings_alone() {
+        let device = cpu(1);
+        let value = device.tensor(MemoryCategory::Adapters, &[2, 2], vec![1.001, -2.003, 3.0, 0.1]);
+        let mut matrix = device.tensor(MemoryCategory::Weights, &[2, 3], vec![9.0; 6]);
+        copy_rounded(Precision::Bf16, &value, matrix.view_mut().columns(1, 2));
+        let round = |x| Precision::Bf16.round(x);
+        assert_eq!(matrix.f32s(), [9.0, round(1.001), round(-2.003), 9.0, 3.0, round(0.1)]);
     }
 }

@@ -2,10 +2,11 @@
 
 use rayon::prelude::*;
 
+use super::elementwise;
 use crate::base::rng::Philox;
 use crate::kernel_args;
 use crate::tensor::cuda::Launch;
-use crate::tensor::{Device, Gpu, Tensor};
+use crate::tensor::{Device, Gpu, Tensor, View, ViewMut};
 
 /// Values that one task handles; a multiple of the four that one generator block gives.
 const VALUES_PER_TASK: usize = 4096;
@@ -19,21 +20,28 @@ pub struct DropoutKey {
     pub stream: u64,
 }
 
-/// `y = mask ⊙ x / (1 − p)` with `0 ≤ p < 1`; each value is dropped with probability `p`.
-pub fn forward(device: &Device, key: DropoutKey, p: f32, x: &Tensor, y: &mut Tensor) {
-    assert_eq!(x.len(), y.len(), "shapes of dropout");
+/// `y = mask ⊙ x / (1 − p)` with `0 ≤ p < 1`; each value is dropped with probability `p`. The mask goes by the number of a value in `y`.
+pub fn forward<'x>(device: &Device, key: DropoutKey, p: f32, x: impl Into<View<'x>>, y: &mut Tensor) {
+    let x = x.into();
+    assert_eq!((x.rows(), x.cols()), (y.rows(), y.cols()), "shapes of dropout");
     match device {
-        Device::Cpu(_) => for_each_kept(key, p, y.f32s_mut(), x.f32s(), |y, value| *y = value),
-        Device::Cuda(gpu) => launch(gpu, key, p, x, y, false),
+        Device::Cpu(_) if x.is_contiguous() => for_each_kept(key, p, y.f32s_mut(), x.f32s(), |y, value| *y = value),
+        Device::Cpu(_) => for_each_kept(key, p, y.f32s_mut(), &x.to_vec(), |y, value| *y = value),
+        Device::Cuda(gpu) if x.is_contiguous() => launch(gpu, key, p, x.pointer(), y.view(), false),
+        Device::Cuda(gpu) => {
+            elementwise::copy(device, x, &mut *y);
+            launch(gpu, key, p, y.pointer(), y.view(), false);
+        }
     }
 }
 
 /// `dx += mask ⊙ dy / (1 − p)` with the mask of [`forward`].
-pub fn backward_accumulate(device: &Device, key: DropoutKey, p: f32, dy: &Tensor, dx: &mut Tensor) {
-    assert_eq!(dx.len(), dy.len(), "shapes of dropout backward");
+pub fn backward_accumulate<'x>(device: &Device, key: DropoutKey, p: f32, dy: &Tensor, dx: impl Into<ViewMut<'x>>) {
+    let mut dx = dx.into();
+    assert!(dx.as_view().is_contiguous() && (dx.rows(), dx.cols()) == (dy.rows(), dy.cols()), "shapes of dropout");
     match device {
         Device::Cpu(_) => for_each_kept(key, p, dx.f32s_mut(), dy.f32s(), |dx, value| *dx += value),
-        Device::Cuda(gpu) => launch(gpu, key, p, dy, dx, true),
+        Device::Cuda(gpu) => launch(gpu, key, p, dy.pointer(), dx.as_view(), true),
     }
 }
 
@@ -42,11 +50,11 @@ fn threshold(p: f32) -> u32 {
     (f64::from(p) * 4_294_967_296.0) as u32
 }
 
-fn launch(gpu: &Gpu, key: DropoutKey, p: f32, from: &Tensor, to: &Tensor, accumulate: bool) {
-    let (n, keep) = (from.len() as i64, 1.0 / (1.0 - p));
-    let args =
-        kernel_args![from.pointer(), to.pointer(), n, key.seed, key.stream, threshold(p), keep, i32::from(accumulate)];
-    gpu.launch("dropout", Launch::elements(from.len(), 4), args);
+fn launch(gpu: &Gpu, key: DropoutKey, p: f32, from: u64, to: View<'_>, accumulate: bool) {
+    let len = to.rows() * to.cols();
+    let (n, keep) = (len as i64, 1.0 / (1.0 - p));
+    let args = kernel_args![from, to.pointer(), n, key.seed, key.stream, threshold(p), keep, i32::from(accumulate)];
+    gpu.launch("dropout", Launch::elements(len, 4), args);
 }
 
 fn for_each_kept(key: DropoutKey, p: f32, out: &mut [f32], input: &[f32], write: impl Fn(&mut f32, f32) + Sync) {

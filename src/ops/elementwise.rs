@@ -5,69 +5,94 @@ use rayon::prelude::*;
 use super::MIN_ROWS_PER_TASK;
 use crate::kernel_args;
 use crate::tensor::cuda::Launch;
-use crate::tensor::{Device, Gpu, Indices, MemoryCategory, Precision, Tensor};
+use crate::tensor::{DType, Device, Gpu, Indices, MemoryCategory, Precision, Tensor, View, ViewMut};
 
 /// Values that one task handles at least.
 const MIN_VALUES_PER_TASK: usize = 16_384;
 
 /// `x += y`, rounded to the storage format.
-pub fn add_assign(device: &Device, x: &mut Tensor, y: &Tensor) {
-    assert_eq!(x.len(), y.len(), "shapes of add_assign");
+pub fn add_assign<'x, 'y>(device: &Device, x: impl Into<ViewMut<'x>>, y: impl Into<View<'y>>) {
+    let (mut x, y) = (x.into(), y.into());
+    let width = x.cols();
+    assert_eq!((x.rows(), width), (y.rows(), y.cols()), "shapes of add_assign");
     match device {
         Device::Cpu(cpu) => {
-            let precision = cpu.precision();
-            let values = x.f32s_mut().par_iter_mut().zip(y.f32s()).with_min_len(MIN_VALUES_PER_TASK);
-            values.for_each(|(x, y)| *x = precision.round(*x + y));
+            let (precision, stride) = (cpu.precision(), x.stride());
+            let rows = x.f32s_mut().par_chunks_mut(stride).zip(y.f32s().par_chunks(y.stride()));
+            rows.with_min_len(min_rows(width)).for_each(|(x, y)| {
+                x.iter_mut().zip(y).take(width).for_each(|(x, y)| *x = precision.round(*x + y));
+            });
         }
-        Device::Cuda(gpu) => launch_add(gpu, x, y, x),
+        Device::Cuda(gpu) => {
+            let args = kernel_args![
+                x.pointer(),
+                y.pointer(),
+                x.rows() as i64,
+                width as i32,
+                x.stride() as i64,
+                y.stride() as i64
+            ];
+            gpu.launch("add_assign", Launch::elements(x.rows() * width.div_ceil(8), 1), args);
+        }
     }
 }
 
-/// `z = x + y`, rounded to the storage format.
-pub fn add(device: &Device, x: &Tensor, y: &Tensor, z: &mut Tensor) {
-    assert_eq!((x.len(), y.len()), (z.len(), z.len()), "shapes of add");
+/// `y = x`, for matrices of equal shape and any strides.
+pub fn copy<'x, 'y>(device: &Device, x: impl Into<View<'x>>, y: impl Into<ViewMut<'y>>) {
+    let (x, mut y) = (x.into(), y.into());
+    let width = x.cols();
+    assert_eq!((x.rows(), width, x.dtype()), (y.rows(), y.cols(), y.dtype()), "shapes of copy");
     match device {
-        Device::Cpu(cpu) => {
-            let precision = cpu.precision();
-            let values = z.f32s_mut().par_iter_mut().zip(x.f32s()).zip(y.f32s()).with_min_len(MIN_VALUES_PER_TASK);
-            values.for_each(|((z, x), y)| *z = precision.round(x + y));
+        Device::Cpu(_) => {
+            let stride = y.stride();
+            let rows = y.f32s_mut().par_chunks_mut(stride).zip(x.f32s().par_chunks(x.stride()));
+            rows.with_min_len(min_rows(width)).for_each(|(y, x)| y[..width].copy_from_slice(&x[..width]));
         }
-        Device::Cuda(gpu) => launch_add(gpu, x, y, z),
-    }
-}
-
-/// `y = x`.
-pub fn copy(device: &Device, x: &Tensor, y: &mut Tensor) {
-    assert_eq!(x.len(), y.len(), "shapes of copy");
-    match device {
-        Device::Cpu(_) => y.f32s_mut().copy_from_slice(x.f32s()),
-        Device::Cuda(gpu) => gpu.copy(x.pointer(), y.pointer(), x.len() * x.dtype().num_bytes()),
+        Device::Cuda(gpu) => {
+            let bytes = x.dtype().num_bytes();
+            if x.rows() <= 1 || (x.stride(), y.stride()) == (width, width) {
+                return gpu.copy(x.pointer(), y.pointer(), x.rows() * width * bytes);
+            }
+            assert_eq!(x.dtype(), DType::Bf16, "rows with gaps are copied in bf16 only");
+            let args = kernel_args![
+                x.pointer(),
+                y.pointer(),
+                x.rows() as i64,
+                width as i32,
+                x.stride() as i64,
+                y.stride() as i64
+            ];
+            gpu.launch("copy_block", Launch::elements(x.rows() * width.div_ceil(8), 1), args);
+        }
     }
 }
 
 /// Sets every row of `y` [T, N] to `bias` [N].
-pub fn broadcast_rows(device: &Device, bias: &Tensor, y: &mut Tensor) {
+pub fn broadcast_rows<'y>(device: &Device, bias: &Tensor, y: impl Into<ViewMut<'y>>) {
+    let mut y = y.into();
     let width = y.cols();
     assert_eq!(bias.len(), width, "shapes of broadcast_rows");
     match device {
         Device::Cpu(_) => {
-            let rows = y.f32s_mut().par_chunks_exact_mut(width).with_min_len(MIN_ROWS_PER_TASK);
-            rows.for_each(|y| y.copy_from_slice(bias.f32s()));
+            let stride = y.stride();
+            let rows = y.f32s_mut().par_chunks_mut(stride).with_min_len(MIN_ROWS_PER_TASK);
+            rows.for_each(|y| y[..width].copy_from_slice(bias.f32s()));
         }
         Device::Cuda(gpu) => {
-            let args = kernel_args![bias.pointer(), y.pointer(), y.rows() as i64, width as i32];
-            gpu.launch("broadcast_rows", Launch::elements(y.len(), 1), args);
+            let args = kernel_args![bias.pointer(), y.pointer(), y.rows() as i64, width as i32, y.stride() as i64];
+            gpu.launch("broadcast_rows", Launch::elements(y.rows() * width, 1), args);
         }
     }
 }
 
 /// `dbias [N] += Σ_rows dy [T, N]`.
-pub fn sum_rows(device: &Device, dy: &Tensor, dbias: &mut Tensor) {
+pub fn sum_rows<'a>(device: &Device, dy: impl Into<View<'a>>, dbias: &mut Tensor) {
+    let dy = dy.into();
     let width = dy.cols();
     assert_eq!(dbias.len(), width, "shapes of sum_rows");
     match device {
         Device::Cpu(_) => {
-            for row in dy.f32s().chunks_exact(width) {
+            for row in dy.f32s().chunks(dy.stride()) {
                 for (sum, value) in dbias.f32s_mut().iter_mut().zip(row) {
                     *sum += value;
                 }
@@ -77,7 +102,8 @@ pub fn sum_rows(device: &Device, dy: &Tensor, dbias: &mut Tensor) {
             let runs = dy.rows().div_ceil(64);
             let partials = device.empty_f32(MemoryCategory::Workspace, &[runs, width]);
             let grid = Launch { grid: [runs as u32, width.div_ceil(256) as u32, 1], ..Launch::new(1, 256) };
-            let args = kernel_args![dy.pointer(), partials.pointer(), dy.rows() as i64, width as i32];
+            let args =
+                kernel_args![dy.pointer(), partials.pointer(), dy.rows() as i64, width as i32, dy.stride() as i64];
             gpu.launch("sum_rows_partials", grid, args);
             add_partials(gpu, &partials, dbias);
         }
@@ -85,12 +111,15 @@ pub fn sum_rows(device: &Device, dy: &Tensor, dbias: &mut Tensor) {
 }
 
 /// Rounds every value to the storage format.
-pub fn round(device: &Device, x: &mut Tensor) {
+pub fn round<'x>(device: &Device, x: impl Into<ViewMut<'x>>) {
     match device {
         Device::Cpu(cpu) => {
             let precision = cpu.precision();
             if precision != Precision::F32 {
-                x.f32s_mut().par_chunks_mut(MIN_VALUES_PER_TASK).for_each(|x| precision.round_slice(x));
+                let mut x = x.into();
+                let (width, stride) = (x.cols(), x.stride());
+                let rows = x.f32s_mut().par_chunks_mut(stride).with_min_len(min_rows(width));
+                rows.for_each(|x| precision.round_slice(&mut x[..width]));
             }
         }
         // A GPU's activations are stored in bf16: every kernel has rounded already.
@@ -115,20 +144,20 @@ pub fn gather_rows(device: &Device, x: &Tensor, rows: &Indices, y: &mut Tensor) 
     }
 }
 
-/// `x = 0`, then `x[rows[r], :] = y [R, H]`. `rows` names no row twice.
+/// `x = 0`, then `x[rows[r], ..H] = y [R, H]`; `x` may have more than H columns. `rows` names no row twice.
 pub fn scatter_rows(device: &Device, y: &Tensor, rows: &Indices, x: &mut Tensor) {
-    let width = x.cols();
-    assert_eq!((y.cols(), y.rows()), (width, rows.len()), "shapes of scatter_rows");
+    let (width, stride) = (y.cols(), x.cols());
+    assert!(y.rows() == rows.len() && width <= stride, "shapes of scatter_rows");
     match device {
         Device::Cpu(_) => {
             x.f32s_mut().fill(0.0);
             for (y, &row) in y.f32s().chunks_exact(width).zip(rows.i32s()) {
-                x.f32s_mut()[row as usize * width..][..width].copy_from_slice(y);
+                x.f32s_mut()[row as usize * stride..][..width].copy_from_slice(y);
             }
         }
         Device::Cuda(gpu) => {
             x.fill_zero();
-            let args = kernel_args![y.pointer(), rows.pointer(), x.pointer(), width as i32];
+            let args = kernel_args![y.pointer(), rows.pointer(), x.pointer(), width as i32, stride as i64];
             gpu.launch("scatter_rows", Launch::new(rows.len(), 256), args);
         }
     }
@@ -158,9 +187,9 @@ pub(super) fn add_partials(gpu: &Gpu, partials: &Tensor, out: &mut Tensor) {
     gpu.launch("add_partials", Launch::elements(width, 1), args);
 }
 
-fn launch_add(gpu: &Gpu, x: &Tensor, y: &Tensor, z: &Tensor) {
-    let args = kernel_args![x.pointer(), y.pointer(), z.pointer(), z.len() as i64];
-    gpu.launch("add", Launch::elements(z.len(), 8), args);
+/// Rows of `width` values that one task handles at least.
+fn min_rows(width: usize) -> usize {
+    MIN_VALUES_PER_TASK.div_ceil(width.max(1))
 }
 
 #[cfg(test)]

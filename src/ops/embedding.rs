@@ -5,7 +5,7 @@ use rayon::prelude::*;
 use super::MIN_ROWS_PER_TASK;
 use crate::kernel_args;
 use crate::tensor::cuda::Launch;
-use crate::tensor::{Device, Indices, Tensor};
+use crate::tensor::{Device, Indices, Tensor, View};
 
 /// `table` [V, H], `input_ids` [T] → `x` [T, H]. Ids must lie in `0..V` (checked where batches are made).
 pub fn forward(device: &Device, table: &Tensor, input_ids: &Indices, x: &mut Tensor) {
@@ -26,22 +26,22 @@ pub fn forward(device: &Device, table: &Tensor, input_ids: &Indices, x: &mut Ten
 }
 
 /// `dtable[id] += Σ dx[t]` over the positions `t` that hold `id`, in the order of the positions.
-pub fn backward(device: &Device, dx: &Tensor, input_ids: &Indices, dtable: &mut Tensor) {
-    let width = dtable.cols();
+pub fn backward<'d>(device: &Device, dx: impl Into<View<'d>>, input_ids: &Indices, dtable: &mut Tensor) {
+    let (dx, width) = (dx.into(), dtable.cols());
     assert_eq!((dx.cols(), dx.rows()), (width, input_ids.len()), "shapes of embedding backward");
     match device {
         Device::Cpu(_) => {
             let dtable = dtable.f32s_mut();
-            for (dx, &id) in dx.f32s().chunks_exact(width).zip(input_ids.i32s()) {
+            for (dx, &id) in dx.f32s().chunks(dx.stride()).zip(input_ids.i32s()) {
                 for (sum, value) in dtable[id as usize * width..][..width].iter_mut().zip(dx) {
                     *sum += value;
                 }
             }
         }
         Device::Cuda(gpu) => {
-            let (tokens, width) = (input_ids.len() as i32, width as i32);
-            let args = kernel_args![dx.pointer(), input_ids.pointer(), dtable.pointer(), tokens, width];
-            gpu.launch("embedding_backward", Launch::new((width as usize).div_ceil(64), 64), args);
+            let (tokens, stride) = (input_ids.len() as i32, dx.stride() as i64);
+            let args = kernel_args![dx.pointer(), input_ids.pointer(), dtable.pointer(), tokens, width as i32, stride];
+            gpu.launch("embedding_backward", Launch::new(width.div_ceil(64), 64), args);
         }
     }
 }

@@ -6,15 +6,16 @@
 //! | [`nn`] | `c = alpha·a·b + beta·c` | `dx = dy·W` |
 //! | [`tn`] | `c = alpha·aᵀ·b + beta·c` | `dW += dyᵀ·x` |
 //!
-//! Rows may be longer than the product's columns (padding): the stride of a matrix is the tensor's last dimension.
+//! Operands are matrices inside tensors ([`View`]): rows may be longer than the product's columns.
 //! None of them rounds on the CPU: layers do that where Transformers casts. The order of summation depends on the sizes alone, not on the number of threads.
 
 use gemm::Parallelism;
 
+use super::elementwise;
 use super::matmul_plan::{Card, choose};
 use crate::tensor::cuda::Launch;
 use crate::tensor::cuda::blaslt::{Form, Operands, Shape};
-use crate::tensor::{Device, Gpu, MemoryCategory, Tensor};
+use crate::tensor::{Device, Gpu, MemoryCategory, Tensor, View, ViewMut};
 
 /// A matrix inside a slice: `(i, j)` is at `i·row_stride + j·col_stride`.
 #[derive(Debug, Clone, Copy)]
@@ -65,23 +66,44 @@ pub fn gemm_serial(alpha: f32, a: Mat<'_>, b: Mat<'_>, beta: f32, c: MatMut<'_>)
 
 fn gemm_with(parallelism: Parallelism, alpha: f32, a: Mat<'_>, b: Mat<'_>, beta: f32, c: MatMut<'_>) {
     assert_eq!((a.rows, b.cols, a.cols), (c.rows, c.cols, b.rows), "shapes of a matrix product");
-    if c.rows == 0 || c.cols == 0 {
-        return;
-    }
+    let (a_at, c_at) = (a.data.as_ptr(), c.data.as_mut_ptr());
     // SAFETY: `Mat::new` and `MatMut::new` checked that every (row, column) lies inside its slice and that written rows do not
     // overlap; `t` only exchanges the two strides. `c` is borrowed mutably, so it aliases neither `a` nor `b`.
     unsafe {
+        gemm_at(parallelism, alpha, a_at, (a.row_stride, a.col_stride), b, beta, c_at, (c.rows, c.cols, c.row_stride))
+    }
+}
+
+/// # Safety
+/// `a` must point at as many rows and columns as `c` has rows and `b` has rows, `c` at its rows and columns, and what is written at `c` must
+/// overlap neither itself nor what is read.
+#[expect(clippy::too_many_arguments, reason = "the operands of one product")]
+unsafe fn gemm_at(
+    parallelism: Parallelism,
+    alpha: f32,
+    a: *const f32,
+    (a_row_stride, a_col_stride): (usize, usize),
+    b: Mat<'_>,
+    beta: f32,
+    c: *mut f32,
+    (rows, cols, row_stride): (usize, usize, usize),
+) {
+    if rows == 0 || cols == 0 {
+        return;
+    }
+    // SAFETY: the caller vouches for `a` and `c`; `Mat::new` checked `b`.
+    unsafe {
         gemm::gemm(
-            c.rows,
-            c.cols,
-            a.cols,
-            c.data.as_mut_ptr(),
+            rows,
+            cols,
+            b.rows,
+            c,
             1,
-            c.row_stride as isize,
+            row_stride as isize,
             beta != 0.0,
-            a.data.as_ptr(),
-            a.col_stride as isize,
-            a.row_stride as isize,
+            a,
+            a_col_stride as isize,
+            a_row_stride as isize,
             b.data.as_ptr(),
             b.col_stride as isize,
             b.row_stride as isize,
@@ -95,54 +117,147 @@ fn gemm_with(parallelism: Parallelism, alpha: f32, a: Mat<'_>, b: Mat<'_>, beta:
     }
 }
 
+impl<'a> From<View<'a>> for Mat<'a> {
+    fn from(view: View<'a>) -> Self {
+        Mat::new(view.f32s(), view.rows(), view.cols(), view.stride())
+    }
+}
+
+impl<'a> From<ViewMut<'a>> for MatMut<'a> {
+    fn from(view: ViewMut<'a>) -> Self {
+        let (rows, cols, stride) = (view.rows(), view.cols(), view.stride());
+        MatMut::new(view.into_f32s(), rows, cols, stride)
+    }
+}
+
 /// `c [M, N] = alpha · a [M, K] · b [N, K]ᵀ + beta · c`.
-pub fn nt(device: &Device, alpha: f32, a: &Tensor, b: &Tensor, beta: f32, c: &mut Tensor) {
-    let ((m, k), (n, k2)) = ((a.rows(), a.cols()), (b.rows(), b.cols()));
-    assert!(k == k2 && c.rows() == m && c.cols() >= n, "shapes of a·bᵀ");
+pub fn nt<'a, 'b, 'c>(
+    device: &Device,
+    alpha: f32,
+    a: impl Into<View<'a>>,
+    b: impl Into<View<'b>>,
+    beta: f32,
+    c: impl Into<ViewMut<'c>>,
+) {
+    let (a, b, c) = (a.into(), b.into(), c.into());
+    assert_eq!((a.cols(), c.rows(), c.cols()), (b.cols(), a.rows(), b.rows()), "shapes of a·bᵀ");
+    match device {
+        Device::Cpu(_) => gemm_with(Parallelism::Rayon(0), alpha, a.into(), Mat::from(b).t(), beta, c.into()),
+        Device::Cuda(gpu) => launch(gpu, Form::Nt, a.cols(), alpha, a, b, beta, c.as_view(), c.as_view()),
+    }
+}
+
+/// `c [M, N] = source [M, N] + a [M, K] · b [N, K]ᵀ`; product and sum are each rounded to the storage format, as in Transformers.
+pub fn nt_add<'a, 'b, 's, 'c>(
+    device: &Device,
+    a: impl Into<View<'a>>,
+    b: impl Into<View<'b>>,
+    source: impl Into<View<'s>>,
+    c: impl Into<ViewMut<'c>>,
+) {
+    let (a, b, source, mut c) = (a.into(), b.into(), source.into(), c.into());
     match device {
         Device::Cpu(_) => {
-            let (a, b) = (Mat::new(a.f32s(), m, k, k), Mat::new(b.f32s(), n, k, k).t());
-            let ldc = c.cols();
-            gemm_with(Parallelism::Rayon(0), alpha, a, b, beta, MatMut::new(c.f32s_mut(), m, n, ldc));
+            nt(device, 1.0, a, b, 0.0, c.reborrow());
+            elementwise::round(device, c.reborrow());
+            elementwise::add_assign(device, c, source);
         }
-        Device::Cuda(gpu) => launch(gpu, Form::Nt, [m, n, k], alpha, a, b, beta, c),
+        Device::Cuda(gpu) => {
+            assert_eq!((a.cols(), c.rows(), c.cols()), (b.cols(), a.rows(), b.rows()), "shapes of a·bᵀ");
+            assert_eq!((source.rows(), source.cols()), (c.rows(), c.cols()), "shapes of a sum");
+            launch(gpu, Form::Nt, a.cols(), 1.0, a, b, 1.0, source, c.as_view());
+        }
     }
 }
 
 /// `c [M, N] = alpha · a [M, K] · b [K, N] + beta · c`.
-pub fn nn(device: &Device, alpha: f32, a: &Tensor, b: &Tensor, beta: f32, c: &mut Tensor) {
-    let (m, (k, n)) = (a.rows(), (b.rows(), b.cols()));
-    assert!(a.cols() >= k && (c.rows(), c.cols()) == (m, n), "shapes of a·b");
+pub fn nn<'a, 'b, 'c>(
+    device: &Device,
+    alpha: f32,
+    a: impl Into<View<'a>>,
+    b: impl Into<View<'b>>,
+    beta: f32,
+    c: impl Into<ViewMut<'c>>,
+) {
+    let (a, b, c) = (a.into(), b.into(), c.into());
+    assert_eq!((a.cols(), c.rows(), c.cols()), (b.rows(), a.rows(), b.cols()), "shapes of a·b");
     match device {
-        Device::Cpu(_) => {
-            let (a, b) = (Mat::new(a.f32s(), m, k, a.cols()), Mat::new(b.f32s(), k, n, n));
-            gemm_with(Parallelism::Rayon(0), alpha, a, b, beta, MatMut::new(c.f32s_mut(), m, n, n));
-        }
-        Device::Cuda(gpu) => launch(gpu, Form::Nn, [m, n, k], alpha, a, b, beta, c),
+        Device::Cpu(_) => gemm_with(Parallelism::Rayon(0), alpha, a.into(), b.into(), beta, c.into()),
+        Device::Cuda(gpu) => launch(gpu, Form::Nn, a.cols(), alpha, a, b, beta, c.as_view(), c.as_view()),
     }
 }
 
 /// `c [M, N] = alpha · a [K, M]ᵀ · b [K, N] + beta · c`.
-pub fn tn(device: &Device, alpha: f32, a: &Tensor, b: &Tensor, beta: f32, c: &mut Tensor) {
-    let (m, (k, n)) = (c.rows(), (b.rows(), b.cols()));
-    assert!(a.rows() == k && a.cols() >= m && c.cols() == n, "shapes of aᵀ·b");
+pub fn tn<'a, 'b, 'c>(
+    device: &Device,
+    alpha: f32,
+    a: impl Into<View<'a>>,
+    b: impl Into<View<'b>>,
+    beta: f32,
+    c: impl Into<ViewMut<'c>>,
+) {
+    let (a, b, c) = (a.into(), b.into(), c.into());
+    assert_eq!((a.rows(), c.rows(), c.cols()), (b.rows(), a.cols(), b.cols()), "shapes of aᵀ·b");
     match device {
-        Device::Cpu(_) => {
-            let (a, b) = (Mat::new(a.f32s(), k, m, a.cols()).t(), Mat::new(b.f32s(), k, n, n));
-            gemm_with(Parallelism::Rayon(0), alpha, a, b, beta, MatMut::new(c.f32s_mut(), m, n, n));
-        }
-        Device::Cuda(gpu) => launch(gpu, Form::Tn, [m, n, k], alpha, a, b, beta, c),
+        Device::Cpu(_) => gemm_with(Parallelism::Rayon(0), alpha, Mat::from(a).t(), b.into(), beta, c.into()),
+        Device::Cuda(gpu) => launch(gpu, Form::Tn, a.rows(), alpha, a, b, beta, c.as_view(), c.as_view()),
     }
 }
 
-/// Queues a product on the GPU: bf16 operands, f32 sums, `c` in its own format.
+/// The columns of `x` [M, ≥K + N] behind its first K become `alpha · x[:, ..K] · b [N, K]ᵀ`.
+pub fn extend_nt<'b>(device: &Device, alpha: f32, x: &mut Tensor, b: impl Into<View<'b>>) {
+    let b = b.into();
+    extend(device, Form::Nt, alpha, x, b.cols(), b.rows(), b);
+}
+
+/// The columns of `x` [M, ≥K + N] behind its first K become `alpha · x[:, ..K] · b [K, N]`.
+pub fn extend_nn<'b>(device: &Device, alpha: f32, x: &mut Tensor, b: impl Into<View<'b>>) {
+    let b = b.into();
+    extend(device, Form::Nn, alpha, x, b.rows(), b.cols(), b);
+}
+
+fn extend(device: &Device, form: Form, alpha: f32, x: &mut Tensor, k: usize, n: usize, b: View<'_>) {
+    assert!(k + n <= x.cols(), "a matrix of {} columns has no room for {n} behind {k}", x.cols());
+    match device {
+        Device::Cpu(_) => {
+            let (rows, stride) = (x.rows(), x.cols());
+            let b = if form == Form::Nt { Mat::from(b).t() } else { b.into() };
+            let start = x.f32s_mut().as_mut_ptr();
+            // SAFETY: rows of `stride` values each: columns 0..k are read, columns k..k + n are written (checked above), so nothing that
+            // is written is read, and both lie inside the tensor, which is borrowed mutably.
+            unsafe {
+                let c = start.add(k);
+                gemm_at(Parallelism::Rayon(0), alpha, start, (stride, 1), b, 0.0, c, (rows, n, stride));
+            }
+        }
+        Device::Cuda(gpu) => {
+            let (a, c) = (x.view().columns(0, k), x.view().columns(k, n));
+            launch(gpu, form, k, alpha, a, b, 0.0, c, c);
+        }
+    }
+}
+
+/// Queues `c = alpha·a·b + beta·source` on the GPU: bf16 operands, f32 sums, `c` in its own format. `c` is written although it is a [`View`]:
+/// callers hold it mutably, or own the tensor whose other columns are read.
 #[expect(clippy::too_many_arguments, reason = "the operands of one operation")]
-fn launch(gpu: &Gpu, form: Form, [m, n, k]: [usize; 3], alpha: f32, a: &Tensor, b: &Tensor, beta: f32, c: &Tensor) {
+fn launch(
+    gpu: &Gpu,
+    form: Form,
+    k: usize,
+    alpha: f32,
+    a: View<'_>,
+    b: View<'_>,
+    beta: f32,
+    source: View<'_>,
+    c: View<'_>,
+) {
+    let (m, n) = (c.rows(), c.cols());
     if m == 0 || n == 0 || k == 0 {
         return;
     }
-    let shape = Shape { form, m, n, k, lda: a.cols(), ldb: b.cols(), ldc: c.cols(), out: c.dtype() };
-    let operands = Operands { a: a.pointer(), b: b.pointer(), c: c.pointer(), alpha, beta };
+    let (lda, ldb, ldc, ld_source) = (a.stride(), b.stride(), c.stride(), source.stride());
+    let shape = Shape { form, m, n, k, lda, ldb, ldc, ld_source, out: c.dtype() };
+    let operands = Operands { a: a.pointer(), b: b.pointer(), c: c.pointer(), source: source.pointer(), alpha, beta };
     match gpu.blas() {
         Some(_) => gpu.blas_matmul(shape, operands),
         None => launch_own(gpu, shape, operands),

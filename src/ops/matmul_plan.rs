@@ -304,7 +304,7 @@ impl Plan {
     /// Parameters of both launches. `workspace` is the address of [`Plan::workspace_bytes`] bytes, aligned to 16; 0 where none are needed.
     pub fn params(&self, shape: &Shape, operands: &Operands, workspace: u64) -> MatmulParams {
         let Shape { m, n, k, lda, ldb, ldc, out, .. } = *shape;
-        let Operands { a, b, c, alpha, beta } = *operands;
+        let Operands { a, b, c, alpha, beta, .. } = *operands;
         assert!((self.split > 1) == (workspace != 0) && workspace.is_multiple_of(16), "workspace of a split product");
         let flag = |flag, set: bool| if set { flag } else { 0 };
         let rows_aligned = |address: u64, ld: usize, dtype: DType| {
@@ -347,7 +347,7 @@ mod tests {
             Form::Nn => (k, n),
             Form::Tn => (m, n),
         };
-        Shape { form, m, n, k, lda, ldb, ldc: n, out: DType::Bf16 }
+        Shape { form, m, n, k, lda, ldb, ldc: n, ld_source: n, out: DType::Bf16 }
     }
 
     fn tiles() -> impl Iterator<Item = &'static Tile> {
@@ -439,7 +439,7 @@ mod tests {
     fn flags_follow_addresses_and_strides() {
         let plain = shape(Form::Nt, [100, 64, 128]);
         let plan = choose(&plain, LAPTOP);
-        let operands = Operands { a: 256, b: 512, c: 1024, alpha: 1.0, beta: 0.0 };
+        let operands = Operands { a: 256, b: 512, c: 1024, source: 1024, alpha: 1.0, beta: 0.0 };
         let workspace = if plan.split > 1 { 4096 } else { 0 };
         let flags = |shape: &Shape, operands: &Operands| plan.params(shape, operands, workspace).flags;
         assert_eq!(flags(&plain, &operands), A_VECTOR | B_VECTOR | C_VECTOR);

@@ -13,6 +13,7 @@ pub mod matmul;
 pub mod matmul_plan;
 pub mod multi_tensor;
 pub mod norm;
+pub mod qk_norm;
 pub mod rms_norm;
 pub mod rope;
 pub mod swiglu;

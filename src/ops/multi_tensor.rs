@@ -6,7 +6,7 @@ use super::adamw::AdamWParams;
 use super::norm::ClipValues;
 use crate::kernel_args;
 use crate::tensor::cuda::{CudaBuffer, Launch};
-use crate::tensor::{Device, Gpu, MemoryCategory, Tensor};
+use crate::tensor::{Device, Gpu, MemoryCategory, Tensor, View};
 
 /// Values a block works on; the kernels have the same number.
 const CHUNK: usize = 16_384;
@@ -21,11 +21,14 @@ struct Entry {
     m: u64,
     v: u64,
     n: i64,
+    /// Values between rows of `working`.
+    working_stride: i64,
+    /// Values a row of `working` has.
+    working_cols: i32,
     decays: i32,
-    padding: i32,
 }
 
-const _: () = assert!(size_of::<Entry>() == 56 && offset_of!(Entry, n) == 40 && offset_of!(Entry, decays) == 48);
+const _: () = assert!(size_of::<Entry>() == 64 && offset_of!(Entry, n) == 40 && offset_of!(Entry, decays) == 60);
 
 /// A run of values of one tensor.
 #[repr(C)]
@@ -35,15 +38,15 @@ struct Chunk {
     number: i32,
 }
 
-/// One trainable tensor; all parts have its shape, f32 but for `working`.
+/// One trainable tensor; all parts have as many values, without gaps and in f32 but for `working`.
 #[derive(Debug, Clone, Copy)]
 pub struct Member<'a> {
     /// Value.
     pub param: &'a Tensor,
     /// Copy of the value that products read, where that is another tensor.
-    pub working: Option<&'a Tensor>,
+    pub working: Option<View<'a>>,
     /// Gradient.
-    pub grad: &'a Tensor,
+    pub grad: View<'a>,
     /// First moment.
     pub m: &'a Tensor,
     /// Second moment.
@@ -69,17 +72,20 @@ impl MultiTensor {
         let (mut entries, mut chunks) = (Vec::new(), Vec::new());
         for (tensor, member) in members.enumerate() {
             let n = member.param.len();
-            let parts = [member.grad, member.m, member.v];
-            assert!(parts.iter().all(|part| part.len() == n), "shapes of an optimizer's tensors");
+            let parts = [member.grad, member.m.view(), member.v.view()];
+            let fits = |part: &View<'_>| part.rows() * part.cols() == n;
+            assert!(parts.iter().chain(&member.working).all(fits), "shapes of an optimizer's tensors");
+            assert!(parts.iter().all(View::is_contiguous), "an optimizer's tensors have no gaps");
             entries.push(Entry {
                 param: member.param.pointer(),
-                working: member.working.map_or(0, Tensor::pointer),
+                working: member.working.map_or(0, |working| working.pointer()),
+                working_stride: member.working.map_or(0, |working| working.stride() as i64),
+                working_cols: member.working.map_or(0, |working| working.cols() as i32),
                 grad: member.grad.pointer(),
                 m: member.m.pointer(),
                 v: member.v.pointer(),
                 n: n as i64,
                 decays: i32::from(member.decays),
-                padding: 0,
             });
             chunks.extend((0..n.div_ceil(CHUNK)).map(|number| Chunk { tensor: tensor as i32, number: number as i32 }));
         }

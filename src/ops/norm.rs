@@ -2,8 +2,6 @@
 
 use rayon::prelude::*;
 
-use crate::tensor::Tensor;
-
 /// Values whose squares are added up before they meet the others: fixed, so that the sum does not depend on threads.
 const VALUES_PER_PARTIAL: usize = 1 << 16;
 
@@ -14,9 +12,9 @@ pub fn sum_of_squares(x: &[f32]) -> f64 {
     partials.collect::<Vec<f64>>().into_iter().sum()
 }
 
-/// The first value that is NaN or infinite. From a GPU this waits for the device: it serves to explain a failure.
-pub fn first_non_finite(x: &Tensor) -> Option<f32> {
-    x.to_vec().into_iter().find(|x| !x.is_finite())
+/// The first value that is NaN or infinite.
+pub fn first_non_finite(values: &[f32]) -> Option<f32> {
+    values.iter().copied().find(|x| !x.is_finite())
 }
 
 /// What clipping found, and the loss that was summed beside it.

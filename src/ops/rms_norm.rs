@@ -9,70 +9,100 @@ use super::vector::dot;
 use super::{MIN_ROWS_PER_TASK, elementwise};
 use crate::kernel_args;
 use crate::tensor::cuda::Launch;
-use crate::tensor::{Device, MemoryCategory, Tensor};
+use crate::tensor::{Device, MemoryCategory, Precision, Tensor, ViewMut};
 
 /// Rows whose weight gradients are added up before they meet the others: fixed, so that the sum does not depend on threads.
 const ROWS_PER_PARTIAL: usize = 64;
 
-/// `x` [R, H], `weight` [H] → `y` [R, H], `rstd` [R]. `y` may have any shape with R·H values; H is `weight.len()`.
-pub fn forward(device: &Device, x: &Tensor, weight: &Tensor, eps: f32, y: &mut Tensor, rstd: &mut Tensor) {
-    let width = weight.len();
-    assert_eq!((x.len(), x.len() / width), (y.len(), rstd.len()), "shapes of rms_norm");
+/// `x` [R, H], `weight` [H] → `y` [R, H], `rstd` [R].
+pub fn forward<'y>(
+    device: &Device,
+    x: &Tensor,
+    weight: &Tensor,
+    eps: f32,
+    y: impl Into<ViewMut<'y>>,
+    rstd: &mut Tensor,
+) {
+    let (mut y, width) = (y.into(), weight.len());
+    assert_eq!((x.rows(), x.cols(), y.cols(), rstd.len()), (y.rows(), width, width, x.rows()), "shapes of rms_norm");
     match device {
         Device::Cpu(cpu) => {
-            let (precision, weight) = (cpu.precision(), weight.f32s());
-            let rows = y.f32s_mut().par_chunks_exact_mut(width).zip(x.f32s().par_chunks_exact(width));
+            let (precision, weight, stride) = (cpu.precision(), weight.f32s(), y.stride());
+            let rows = y.f32s_mut().par_chunks_mut(stride).zip(x.f32s().par_chunks_exact(width));
             rows.zip(rstd.f32s_mut().par_iter_mut()).with_min_len(MIN_ROWS_PER_TASK).for_each(|((y, x), rstd)| {
-                *rstd = 1.0 / (dot(x, x) / width as f32 + eps).sqrt();
-                for ((y, x), w) in y.iter_mut().zip(x).zip(weight) {
-                    *y = precision.round(precision.round(x * *rstd) * w);
-                }
+                *rstd = normalize(precision, x, weight, eps, &mut y[..width]);
             });
         }
         Device::Cuda(gpu) => {
-            let rows = (x.len() / width) as i64;
+            let rows = x.rows() as i64;
             let (kernel, launch) = layout(rows, width, "rms_norm_forward_warp", "rms_norm_forward_block");
-            let (x, weight, y, rstd) = (x.pointer(), weight.pointer(), y.pointer(), rstd.pointer());
-            gpu.launch(kernel, launch, kernel_args![x, weight, y, rstd, rows, width as i32, eps]);
+            let (x, weight, y_stride) = (x.pointer(), weight.pointer(), y.stride() as i64);
+            let args = kernel_args![x, weight, y.pointer(), rstd.pointer(), rows, width as i32, y_stride, eps];
+            gpu.launch(kernel, launch, args);
         }
+    }
+}
+
+/// One row on the CPU; returns its `rstd`.
+pub(super) fn normalize(precision: Precision, x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) -> f32 {
+    let rstd = 1.0 / (dot(x, x) / x.len() as f32 + eps).sqrt();
+    for ((y, x), w) in y.iter_mut().zip(x).zip(weight) {
+        *y = precision.round(precision.round(x * rstd) * w);
+    }
+    rstd
+}
+
+/// Backward of one row on the CPU: calls `write(number, value)` with the rounded gradient of each value; `wdy` is scratch.
+pub(super) fn gradient(
+    precision: Precision,
+    dy: &[f32],
+    x: &[f32],
+    weight: &[f32],
+    rstd: f32,
+    wdy: &mut Vec<f32>,
+    mut write: impl FnMut(usize, f32),
+) {
+    wdy.clear();
+    wdy.extend(dy.iter().zip(weight).map(|(dy, w)| w * dy));
+    let scale = dot(wdy, x) * rstd * rstd * rstd / x.len() as f32;
+    for (i, (x, wdy)) in x.iter().zip(wdy.iter()).enumerate() {
+        write(i, precision.round(rstd * wdy - x * scale));
     }
 }
 
 /// Backward of [`forward`]: `dx` assigned (or, with `accumulate`, added to what it holds); `dweight` [H], if given, accumulates.
 #[expect(clippy::too_many_arguments, reason = "the operands of one formula")]
-pub fn backward(
+pub fn backward<'d>(
     device: &Device,
     dy: &Tensor,
     x: &Tensor,
     weight: &Tensor,
     rstd: &Tensor,
     accumulate: bool,
-    dx: &mut Tensor,
+    dx: impl Into<ViewMut<'d>>,
     dweight: Option<&mut Tensor>,
 ) {
-    let width = weight.len();
-    assert_eq!((x.len(), dy.len(), x.len() / width), (dx.len(), dx.len(), rstd.len()), "shapes of rms_norm backward");
+    let (mut dx, width) = (dx.into(), weight.len());
+    let shape = (x.rows(), width);
+    assert_eq!(((dx.rows(), dx.cols()), (dy.rows(), dy.cols())), (shape, shape), "shapes of rms_norm backward");
+    assert_eq!((x.cols(), rstd.len()), (width, x.rows()), "shapes of rms_norm backward");
     match device {
         Device::Cpu(cpu) => {
             let precision = cpu.precision();
             if let Some(dweight) = dweight {
                 weight_gradient(dy.f32s(), x.f32s(), rstd.f32s(), dweight.f32s_mut());
             }
-            let (weight, rstd) = (weight.f32s(), rstd.f32s());
-            let rows = dx.f32s_mut().par_chunks_exact_mut(width).zip(x.f32s().par_chunks_exact(width));
+            let (weight, rstd, stride) = (weight.f32s(), rstd.f32s(), dx.stride());
+            let rows = dx.f32s_mut().par_chunks_mut(stride).zip(x.f32s().par_chunks_exact(width));
             let rows = rows.zip(dy.f32s().par_chunks_exact(width)).zip(rstd.par_iter());
             rows.with_min_len(MIN_ROWS_PER_TASK).for_each_init(Vec::new, |wdy, (((dx, x), dy), &rstd)| {
-                wdy.clear();
-                wdy.extend(dy.iter().zip(weight).map(|(dy, w)| w * dy));
-                let scale = dot(wdy, x) * rstd * rstd * rstd / width as f32;
-                for ((dx, x), wdy) in dx.iter_mut().zip(x).zip(wdy.iter()) {
-                    let value = precision.round(rstd * wdy - x * scale);
-                    *dx = if accumulate { precision.round(*dx + value) } else { value };
-                }
+                gradient(precision, dy, x, weight, rstd, wdy, |i, value| {
+                    dx[i] = if accumulate { precision.round(dx[i] + value) } else { value };
+                });
             });
         }
         Device::Cuda(gpu) => {
-            let rows = (x.len() / width) as i64;
+            let rows = x.rows() as i64;
             if let Some(dweight) = dweight {
                 let runs = (rows as usize).div_ceil(ROWS_PER_PARTIAL);
                 let partials = device.empty_f32(MemoryCategory::Workspace, &[runs, width]);
@@ -83,9 +113,10 @@ pub fn backward(
                 elementwise::add_partials(gpu, &partials, dweight);
             }
             let (kernel, launch) = layout(rows, width, "rms_norm_backward_warp", "rms_norm_backward_block");
-            let (dy, x, weight, rstd, dx) = (dy.pointer(), x.pointer(), weight.pointer(), rstd.pointer(), dx.pointer());
-            let accumulate = i32::from(accumulate);
-            gpu.launch(kernel, launch, kernel_args![dy, x, weight, rstd, dx, rows, width as i32, accumulate]);
+            let (dy, x, weight, rstd) = (dy.pointer(), x.pointer(), weight.pointer(), rstd.pointer());
+            let (dx_stride, accumulate) = (dx.stride() as i64, i32::from(accumulate));
+            let args = kernel_args![dy, x, weight, rstd, dx.pointer(), rows, width as i32, dx_stride, accumulate];
+            gpu.launch(kernel, launch, args);
         }
     }
 }
@@ -99,7 +130,7 @@ fn layout(rows: i64, width: usize, warp: &'static str, block: &'static str) -> (
     }
 }
 
-fn weight_gradient(dy: &[f32], x: &[f32], rstd: &[f32], dweight: &mut [f32]) {
+pub(super) fn weight_gradient(dy: &[f32], x: &[f32], rstd: &[f32], dweight: &mut [f32]) {
     let width = dweight.len();
     let block = ROWS_PER_PARTIAL * width;
     let partials: Vec<Vec<f32>> = dy

@@ -7,7 +7,7 @@ use rayon::prelude::*;
 use super::MIN_ROWS_PER_TASK;
 use crate::kernel_args;
 use crate::tensor::cuda::Launch;
-use crate::tensor::{Device, Indices, MemoryCategory, Precision, Tensor};
+use crate::tensor::{Device, Indices, MemoryCategory, Precision, Tensor, ViewMut};
 
 /// Cosines and sines of every position up to a length, [positions, d/2] each.
 #[derive(Debug)]
@@ -33,59 +33,72 @@ impl RopeTable {
     pub fn num_positions(&self) -> usize {
         self.cos.rows()
     }
-}
 
-/// Turns `x` [T, heads·d] in place by the angles of `position_ids` [T].
-pub fn forward(device: &Device, x: &mut Tensor, table: &RopeTable, position_ids: &Indices) {
-    rotate(device, x, table, position_ids, 1.0);
-}
+    /// Half the size of a head: pairs that turn.
+    pub(super) fn half(&self) -> usize {
+        self.cos.cols()
+    }
 
-/// Turns a gradient [T, heads·d] in place by the negative angles.
-pub fn backward(device: &Device, dx: &mut Tensor, table: &RopeTable, position_ids: &Indices) {
-    rotate(device, dx, table, position_ids, -1.0);
-}
+    /// Addresses of cosines and sines on a GPU.
+    pub(super) fn pointers(&self) -> (u64, u64) {
+        (self.cos.pointer(), self.sin.pointer())
+    }
 
-fn rotate(device: &Device, x: &mut Tensor, table: &RopeTable, position_ids: &Indices, sign: f32) {
-    let (width, half) = (x.cols(), table.cos.cols());
-    assert_eq!((x.rows(), width % (2 * half)), (position_ids.len(), 0), "shapes of rope");
-    match device {
-        Device::Cpu(cpu) => {
-            let precision = cpu.precision();
-            let (cos, sin) = (table.cos.f32s(), table.sin.f32s());
-            let rows = x.f32s_mut().par_chunks_exact_mut(width).zip(position_ids.i32s().par_iter());
-            rows.with_min_len(MIN_ROWS_PER_TASK).for_each(|(row, &position)| {
-                let at = position as usize * half..(position as usize + 1) * half;
-                for head in row.chunks_exact_mut(2 * half) {
-                    rotate_head(precision, head, &cos[at.clone()], &sin[at.clone()], sign);
-                }
-            });
-        }
-        Device::Cuda(gpu) => {
-            let (rows, heads) = (x.rows() as i64, (width / (2 * half)) as i32);
-            let (cos, sin) = (table.cos.pointer(), table.sin.pointer());
-            let args = kernel_args![
-                x.pointer(),
-                cos,
-                sin,
-                position_ids.pointer(),
-                rows,
-                heads,
-                half as i32,
-                width as i64,
-                sign
-            ];
-            gpu.launch("rope", Launch::elements(x.len() / 2, 1), args);
+    /// Turns one head on the CPU. Each product is rounded before the sum, as bf16 arithmetic in Transformers does.
+    pub(super) fn rotate_head(&self, precision: Precision, head: &mut [f32], position: i32, sign: f32) {
+        let at = position as usize * self.half()..(position as usize + 1) * self.half();
+        let (cos, sin) = (&self.cos.f32s()[at.clone()], &self.sin.f32s()[at]);
+        let (low, high) = head.split_at_mut(cos.len());
+        let round = |x| precision.round(x);
+        for (((a, b), &c), &s) in low.iter_mut().zip(high).zip(cos).zip(sin) {
+            let (x, y, s) = (*a, *b, sign * s);
+            *a = round(round(x * c) - round(y * s));
+            *b = round(round(y * c) + round(x * s));
         }
     }
 }
 
-fn rotate_head(precision: Precision, head: &mut [f32], cos: &[f32], sin: &[f32], sign: f32) {
-    let (low, high) = head.split_at_mut(cos.len());
-    let round = |x| precision.round(x);
-    for (((a, b), &c), &s) in low.iter_mut().zip(high).zip(cos).zip(sin) {
-        let (x, y, s) = (*a, *b, sign * s);
-        *a = round(round(x * c) - round(y * s));
-        *b = round(round(y * c) + round(x * s));
+/// Heads that a block of the GPU's kernels turns: a warp each.
+pub(super) const HEADS_PER_BLOCK: usize = 8;
+
+/// Turns `x` [T, heads·d] in place by the angles of `position_ids` [T].
+pub fn forward<'x>(device: &Device, x: impl Into<ViewMut<'x>>, table: &RopeTable, position_ids: &Indices) {
+    rotate(device, x.into(), table, position_ids, 1.0);
+}
+
+/// Turns a gradient [T, heads·d] in place by the negative angles.
+pub fn backward<'x>(device: &Device, dx: impl Into<ViewMut<'x>>, table: &RopeTable, position_ids: &Indices) {
+    rotate(device, dx.into(), table, position_ids, -1.0);
+}
+
+fn rotate(device: &Device, mut x: ViewMut<'_>, table: &RopeTable, position_ids: &Indices, sign: f32) {
+    let (width, stride, half) = (x.cols(), x.stride(), table.half());
+    assert_eq!((x.rows(), width % (2 * half)), (position_ids.len(), 0), "shapes of rope");
+    match device {
+        Device::Cpu(cpu) => {
+            let precision = cpu.precision();
+            let rows = x.f32s_mut().par_chunks_mut(stride).zip(position_ids.i32s().par_iter());
+            rows.with_min_len(MIN_ROWS_PER_TASK).for_each(|(row, &position)| {
+                for head in row[..width].chunks_exact_mut(2 * half) {
+                    table.rotate_head(precision, head, position, sign);
+                }
+            });
+        }
+        Device::Cuda(gpu) => {
+            let heads = width / (2 * half);
+            let args = kernel_args![
+                x.pointer(),
+                table.cos.pointer(),
+                table.sin.pointer(),
+                position_ids.pointer(),
+                x.rows() as i64,
+                heads as i32,
+                half as i32,
+                stride as i64,
+                sign
+            ];
+            gpu.launch("rope", Launch::new((x.rows() * heads).div_ceil(HEADS_PER_BLOCK), 256), args);
+        }
     }
 }
 

@@ -7,25 +7,28 @@ use rayon::prelude::*;
 use super::vector::{exp, vectorized};
 use crate::kernel_args;
 use crate::tensor::cuda::Launch;
-use crate::tensor::{Device, Tensor};
+use crate::tensor::{Device, View, ViewMut};
 
-/// Values that one task handles.
-const VALUES_PER_TASK: usize = 16_384;
+/// Values that one task handles at least.
+const MIN_VALUES_PER_TASK: usize = 16_384;
 
 #[inline(always)]
 fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
-/// `gate` (e) and `up` (g) [T, I] → `h` [T, I]. `silu(e)` is rounded to the storage format before the product.
-pub fn forward(device: &Device, gate: &Tensor, up: &Tensor, h: &mut Tensor) {
-    assert_eq!((gate.len(), up.len()), (h.len(), h.len()), "shapes of swiglu");
+/// `gate_up` [T, 2·I], gate (e) in the first half of its columns and up (g) in the second → `h` [T, I]. `silu(e)` is rounded to the storage
+/// format before the product.
+pub fn forward<'x, 'h>(device: &Device, gate_up: impl Into<View<'x>>, h: impl Into<ViewMut<'h>>) {
+    let (gate_up, mut h) = (gate_up.into(), h.into());
+    let width = h.cols();
+    assert_eq!((gate_up.rows(), gate_up.cols()), (h.rows(), 2 * width), "shapes of swiglu");
     match device {
         Device::Cpu(cpu) => {
-            let precision = cpu.precision();
-            let tasks = h.f32s_mut().par_chunks_mut(VALUES_PER_TASK);
-            let tasks = tasks.zip(gate.f32s().par_chunks(VALUES_PER_TASK)).zip(up.f32s().par_chunks(VALUES_PER_TASK));
-            tasks.for_each(|((h, gate), up)| {
+            let (precision, stride) = (cpu.precision(), h.stride());
+            let rows = h.f32s_mut().par_chunks_mut(stride).zip(gate_up.f32s().par_chunks(gate_up.stride()));
+            rows.with_min_len(min_rows(width)).for_each(|(h, gate_up)| {
+                let (h, (gate, up)) = (&mut h[..width], gate_up[..2 * width].split_at(width));
                 silu(gate, h);
                 precision.round_slice(h);
                 h.iter_mut().zip(up).for_each(|(h, g)| *h *= g);
@@ -33,31 +36,42 @@ pub fn forward(device: &Device, gate: &Tensor, up: &Tensor, h: &mut Tensor) {
             });
         }
         Device::Cuda(gpu) => {
-            let args = kernel_args![gate.pointer(), up.pointer(), h.pointer(), h.len() as i64];
-            gpu.launch("swiglu_forward", Launch::elements(h.len(), 8), args);
+            let (rows, strides) = (h.rows(), (gate_up.stride() as i64, h.stride() as i64));
+            let (gate_up, h) = (gate_up.pointer(), h.pointer());
+            let args = kernel_args![gate_up, h, rows as i64, width as i32, strides.0, strides.1];
+            gpu.launch("swiglu_forward", Launch::elements(rows * width.div_ceil(8), 1), args);
         }
     }
 }
 
-/// Backward of [`forward`], in place: `gate` becomes `de` and `up` becomes `dg`.
-pub fn backward_in_place(device: &Device, dh: &Tensor, gate: &mut Tensor, up: &mut Tensor) {
-    assert_eq!((gate.len(), up.len()), (dh.len(), dh.len()), "shapes of swiglu backward");
+/// Backward of [`forward`] from `dh` [T, I], in place: the gate columns become `de` and the up columns `dg`.
+pub fn backward_in_place<'d, 'x>(device: &Device, dh: impl Into<View<'d>>, gate_up: impl Into<ViewMut<'x>>) {
+    let (dh, mut gate_up) = (dh.into(), gate_up.into());
+    let width = dh.cols();
+    assert_eq!((gate_up.rows(), gate_up.cols()), (dh.rows(), 2 * width), "shapes of swiglu backward");
     match device {
         Device::Cpu(cpu) => {
-            let precision = cpu.precision();
-            let tasks = gate.f32s_mut().par_chunks_mut(VALUES_PER_TASK);
-            let tasks = tasks.zip(up.f32s_mut().par_chunks_mut(VALUES_PER_TASK));
-            tasks.zip(dh.f32s().par_chunks(VALUES_PER_TASK)).for_each(|((gate, up), dh)| {
-                backward_values(dh, gate, up);
+            let (precision, stride) = (cpu.precision(), gate_up.stride());
+            let rows = gate_up.f32s_mut().par_chunks_mut(stride).zip(dh.f32s().par_chunks(dh.stride()));
+            rows.with_min_len(min_rows(width)).for_each(|(gate_up, dh)| {
+                let (gate, up) = gate_up[..2 * width].split_at_mut(width);
+                backward_values(&dh[..width], gate, up);
                 precision.round_slice(gate);
                 precision.round_slice(up);
             });
         }
         Device::Cuda(gpu) => {
-            let args = kernel_args![dh.pointer(), gate.pointer(), up.pointer(), dh.len() as i64];
-            gpu.launch("swiglu_backward", Launch::elements(dh.len(), 8), args);
+            let (rows, strides) = (dh.rows(), (dh.stride() as i64, gate_up.stride() as i64));
+            let (dh, gate_up) = (dh.pointer(), gate_up.pointer());
+            let args = kernel_args![dh, gate_up, rows as i64, width as i32, strides.0, strides.1];
+            gpu.launch("swiglu_backward", Launch::elements(rows * width.div_ceil(8), 1), args);
         }
     }
+}
+
+/// Rows that one task handles at least.
+fn min_rows(width: usize) -> usize {
+    MIN_VALUES_PER_TASK.div_ceil(width.max(1))
 }
 
 vectorized! {
@@ -88,18 +102,17 @@ mod tests {
     fn backward_agrees_with_finite_differences() {
         let device = cpu(1);
         let mut v = Values::new(11);
-        let shape = [3, 7];
-        let (mut e, mut g, dh) = (v.tensor(&device, &shape), v.tensor(&device, &shape), v.tensor(&device, &shape));
-        let (e0, g0) = (e.f32s().to_vec(), g.f32s().to_vec());
-        let run = |e: &[f32], g: &[f32]| {
-            let (e, g) =
-                (device.tensor(dh.category(), &shape, e.to_vec()), device.tensor(dh.category(), &shape, g.to_vec()));
-            let mut h = device.empty(dh.category(), &shape);
-            forward(&device, &e, &g, &mut h);
-            dot(dh.f32s(), h.f32s())
+        let (rows, width) = (3, 7);
+        // Rows with room behind them, as an MLP has them.
+        let (mut gate_up, dh) = (v.tensor(&device, &[rows, 2 * width + 2]), v.tensor(&device, &[rows, width]));
+        let start = gate_up.first_columns(2 * width).to_vec();
+        let run = |gate_up: &[f32]| {
+            let gate_up = device.tensor(dh.category(), &[rows, 2 * width], gate_up.to_vec());
+            let mut h = device.empty(dh.category(), &[rows, width + 1]);
+            forward(&device, &gate_up, h.first_columns_mut(width));
+            dot(dh.f32s(), &h.first_columns(width).to_vec())
         };
-        backward_in_place(&device, &dh, &mut e, &mut g);
-        assert_gradient("de", &e0, e.f32s(), |e| run(e, &g0));
-        assert_gradient("dg", &g0, g.f32s(), |g| run(&e0, g));
+        backward_in_place(&device, &dh, gate_up.first_columns_mut(2 * width));
+        assert_gradient("gate and up", &start, &gate_up.first_columns(2 * width).to_vec(), run);
     }
 }

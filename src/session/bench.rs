@@ -17,7 +17,7 @@ use crate::tensor::phase::PhaseTime;
 use crate::tensor::{Device, MemoryCategory};
 use crate::train::config::{Activations, DeviceChoice, MethodConfig, OptimizerConfig, Precision, ScheduleKind};
 use crate::train::report::StepReport;
-use crate::train::trainer::{Trainer, TrainerSetup};
+use crate::train::trainer::{Trainer, TrainerSetup, room_for};
 
 /// Configurations that come with Tandem: sizes and flags of published models, without weights.
 const KNOWN: [(&str, &str); 6] = [
@@ -146,9 +146,10 @@ pub fn run(options: &BenchOptions, device: &Device) -> Result<BenchRow> {
     let lengths = document_lengths(tokens, pack);
     let batches = micro_batches(&lengths, pack, config.vocab_size);
     let flops_per_token = flops_per_token(&config, &lengths, r);
-    let model = Transformer::random(&config, device, 1)?;
+    let method = MethodConfig { r, ..MethodConfig::default() };
+    let model = Transformer::random(&config, device, room_for(&method).as_ref(), 1)?;
     let setup = TrainerSetup {
-        method: MethodConfig { r, ..MethodConfig::default() },
+        method,
         optimizer: OptimizerConfig { schedule: ScheduleKind::Constant, ..OptimizerConfig::default() },
         activations,
         seed: 1,

@@ -186,6 +186,14 @@ impl Device {
         }
     }
 
+    /// Values between rows of a matrix of `n` columns that products read and write in part: whole lines of 128 bytes on a GPU, `n` on the CPU.
+    pub fn stride(&self, n: usize) -> usize {
+        match self {
+            Self::Cpu(_) => n,
+            Self::Cuda(_) => n.next_multiple_of(64),
+        }
+    }
+
     /// The first error of the device since the last call. The CPU has none of its own.
     ///
     /// # Errors

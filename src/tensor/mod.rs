@@ -7,6 +7,7 @@ pub mod dtype;
 pub mod lane;
 pub mod memory;
 pub mod phase;
+pub mod view;
 
 mod pool;
 mod storage;
@@ -15,3 +16,4 @@ pub use device::{CpuDevice, Device, Gpu};
 pub use dtype::{DType, Precision};
 pub use memory::MemoryCategory;
 pub use storage::{Indices, Tensor};
+pub use view::{View, ViewMut};

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use half::bf16;
 
-use super::cuda::CudaBuffer;
+use super::cuda::{CudaBuffer, Pitched};
 use super::dtype::DType;
 use super::memory::{Charge, MemoryCategory};
 use super::pool::CpuPool;
@@ -94,30 +94,59 @@ impl Tensor {
 
     /// A copy of the values on the host. From a GPU this waits for the device.
     pub fn to_vec(&self) -> Vec<f32> {
-        match &self.storage {
-            Storage::Host { data, .. } => data.clone(),
-            Storage::Cuda(buffer) => match self.dtype {
-                DType::F32 => buffer.device().download(buffer.pointer(), self.len()),
-                DType::Bf16 => {
-                    let bits: Vec<u16> = buffer.device().download(buffer.pointer(), self.len());
-                    bits.into_iter().map(|bits| bf16::from_bits(bits).to_f32()).collect()
-                }
-            },
-        }
+        self.read_rows(0, 1, self.len(), self.len())
     }
 
     /// Replaces the values. `values.len()` must be the tensor's.
     pub fn set(&mut self, values: &[f32]) {
-        assert_eq!(values.len(), self.len(), "values of another number");
-        match &mut self.storage {
-            Storage::Host { data, .. } => data.copy_from_slice(values),
-            Storage::Cuda(buffer) => match self.dtype {
-                DType::F32 => buffer.device().upload(buffer.pointer(), values),
-                DType::Bf16 => {
-                    let bits: Vec<u16> = values.iter().map(|&x| bf16::from_f32(x).to_bits()).collect();
-                    buffer.device().upload(buffer.pointer(), &bits);
+        let len = self.len();
+        self.write_rows(0, 1, len, len, values);
+    }
+
+    /// A copy of `rows` rows of `cols` values, `stride` apart, from value `offset` on.
+    pub(super) fn read_rows(&self, offset: usize, rows: usize, cols: usize, stride: usize) -> Vec<f32> {
+        match &self.storage {
+            Storage::Host { data, .. } => {
+                let mut values = Vec::with_capacity(rows * cols);
+                (0..rows).for_each(|row| values.extend_from_slice(&data[offset + row * stride..][..cols]));
+                values
+            }
+            Storage::Cuda(buffer) => {
+                let bytes = self.dtype.num_bytes();
+                let pitched = Pitched { rows, row_bytes: cols * bytes, pitch: stride * bytes };
+                let from = buffer.pointer() + (offset * bytes) as u64;
+                match self.dtype {
+                    DType::F32 => buffer.device().download_rows(from, pitched),
+                    DType::Bf16 => {
+                        let bits: Vec<u16> = buffer.device().download_rows(from, pitched);
+                        bits.into_iter().map(|bits| bf16::from_bits(bits).to_f32()).collect()
+                    }
                 }
-            },
+            }
+        }
+    }
+
+    /// Replaces `rows` rows of `cols` values, `stride` apart, from value `offset` on.
+    pub(super) fn write_rows(&mut self, offset: usize, rows: usize, cols: usize, stride: usize, values: &[f32]) {
+        assert_eq!(values.len(), rows * cols, "values of another number");
+        match &mut self.storage {
+            Storage::Host { data, .. } => {
+                for (row, values) in values.chunks_exact(cols.max(1)).enumerate() {
+                    data[offset + row * stride..][..cols].copy_from_slice(values);
+                }
+            }
+            Storage::Cuda(buffer) => {
+                let bytes = self.dtype.num_bytes();
+                let pitched = Pitched { rows, row_bytes: cols * bytes, pitch: stride * bytes };
+                let to = buffer.pointer() + (offset * bytes) as u64;
+                match self.dtype {
+                    DType::F32 => buffer.device().upload_rows(to, pitched, values),
+                    DType::Bf16 => {
+                        let bits: Vec<u16> = values.iter().map(|&x| bf16::from_f32(x).to_bits()).collect();
+                        buffer.device().upload_rows(to, pitched, &bits);
+                    }
+                }
+            }
         }
     }
 

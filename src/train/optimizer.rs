@@ -40,7 +40,7 @@ impl Optimizer {
     pub fn new(model: &Transformer) -> Self {
         let device = model.device();
         let slot = |id, parameter: &Parameter| {
-            let zeros = || device.zeros_f32(MemoryCategory::Optimizer, parameter.value.shape());
+            let zeros = || device.zeros_f32(MemoryCategory::Optimizer, &parameter.shape);
             Slot { id, m: zeros(), v: zeros() }
         };
         let slots = model.params().iter().filter(|(_, p)| p.trainable).map(|(id, p)| slot(id, p)).collect();
@@ -113,9 +113,8 @@ impl Optimizer {
         let Self { slots, table, .. } = self;
         table.get_or_insert_with(|| {
             let members = slots.iter().filter_map(|Slot { id, m, v }| {
-                let Parameter { value, working, .. } = model.params().get(*id);
-                let (grad, decays) = (grads.get(*id)?, decays(value));
-                Some(Member { param: value, working: working.as_ref(), grad, m, v, decays })
+                let (param, working) = model.params().trained(*id);
+                Some(Member { param, working, grad: grads.get(*id)?, m, v, decays: decays(param) })
             });
             MultiTensor::new(model.device(), gpu, members)
         })
@@ -125,18 +124,19 @@ impl Optimizer {
         let precision = model.device().precision();
         for Slot { id, m, v } in &mut self.slots {
             let Some(grad) = grads.get(*id) else { continue };
-            let Parameter { value, working, .. } = model.params_mut().get_mut(*id);
+            let (value, working) = model.params_mut().trained_mut(*id);
             let weight_decay = if decays(value) { params.weight_decay } else { 0.0 };
             let params = AdamWParams { weight_decay, ..*params };
-            let working = working.as_mut().map(Tensor::f32s_mut);
-            let (value, grad, m, v) = (value.f32s_mut(), grad.f32s(), m.f32s_mut(), v.f32s_mut());
-            adamw::update(precision, &params, scale, value, working, grad, m, v);
+            adamw::update(&params, scale, value.f32s_mut(), grad.f32s(), m.f32s_mut(), v.f32s_mut());
+            if let Some(working) = working {
+                adamw::copy_rounded(precision, value, working);
+            }
         }
     }
 
     fn first_bad_gradient(&self, model: &Transformer, grads: &Grads) -> Option<BadGradient> {
         self.slots.iter().find_map(|slot| {
-            let value = norm::first_non_finite(grads.get(slot.id)?)?;
+            let value = norm::first_non_finite(&grads.get(slot.id)?.to_vec())?;
             Some(BadGradient { name: model.params().name(slot.id).to_owned(), value })
         })
     }

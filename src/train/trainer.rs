@@ -36,6 +36,22 @@ pub struct TrainerSetup {
     pub total_steps: u64,
 }
 
+/// The adapters that a method asks for.
+fn lora_spec(method: &MethodConfig) -> LoraSpec {
+    LoraSpec {
+        r: method.r,
+        scale: LoraSpec::scale(method.r, method.lora_alpha, method.use_rslora),
+        dropout: method.lora_dropout,
+        target_modules: method.target_modules.clone(),
+        layers_to_transform: method.layers_to_transform.clone(),
+    }
+}
+
+/// What a model should have room for when it is loaded to be trained by `method`: its adapters, if any.
+pub fn room_for(method: &MethodConfig) -> Option<LoraSpec> {
+    (method.kind == MethodKind::Lora).then(|| lora_spec(method))
+}
+
 /// A model in training.
 #[derive(Debug)]
 pub struct Trainer {
@@ -55,17 +71,11 @@ impl Trainer {
         match method.kind {
             MethodKind::Full => model.train_everything(),
             MethodKind::Lora => {
-                let spec = LoraSpec {
-                    r: method.r,
-                    scale: LoraSpec::scale(method.r, method.lora_alpha, method.use_rslora),
-                    dropout: method.lora_dropout,
-                    target_modules: method.target_modules.clone(),
-                    layers_to_transform: method.layers_to_transform.clone(),
-                };
+                let spec = lora_spec(method);
                 model.add_lora(&spec, setup.seed).context("[method] does not fit this model")?;
             }
         }
-        let grads = Grads::new(model.device(), model.params());
+        let grads = Grads::new(model.params());
         let optimizer = Optimizer::new(&model);
         Ok(Self { model, setup, grads, optimizer })
     }
@@ -180,11 +190,10 @@ impl Trainer {
 
     /// Names what made the loss of step `step` NaN or infinite: a parameter that is not finite itself, else the loss.
     fn why_not_finite(&self, step: u64, loss: f64) -> NonFinite {
-        let bad = self
-            .model
-            .params()
+        let params = self.model.params();
+        let bad = params
             .iter()
-            .find_map(|(_, parameter)| Some((parameter.name.clone(), first_non_finite(&parameter.value)?)));
+            .find_map(|(id, parameter)| Some((parameter.name.clone(), first_non_finite(&params.to_vec(id))?)));
         let (tensor, value) = bad.unwrap_or_else(|| ("the loss".into(), loss as f32));
         NonFinite { step, tensor, value }
     }

@@ -5,13 +5,14 @@
 
 use tandem::base::rng::{Philox, unit_f32};
 use tandem::ops::adamw::AdamWParams;
-use tandem::ops::attention::{self, AttentionShape, Saved, TileList};
+use tandem::ops::attention::{self, AttentionShape, Qkv, Saved, TileList};
 use tandem::ops::cross_entropy::{self, LossSum};
 use tandem::ops::dropout::{self, DropoutKey};
 use tandem::ops::multi_tensor::{Member, MultiTensor};
+use tandem::ops::qk_norm::{self, Heads, QkNorm};
 use tandem::ops::rope::{self, RopeTable};
 use tandem::ops::{adamw, elementwise, embedding, matmul, norm, rms_norm, swiglu};
-use tandem::tensor::{Device, MemoryCategory, Precision, Tensor};
+use tandem::tensor::{Device, MemoryCategory, Precision, Tensor, View};
 
 use super::golden_family::error;
 use super::gpu;
@@ -96,6 +97,41 @@ fn matrix_products() {
 }
 
 #[test]
+fn products_of_matrices_inside_tensors() {
+    let Some(mut b) = Bench::new() else { return };
+    // Rows, inner width, adapter columns, output width.
+    for (m, k, r, n) in [(3, 16, 8, 24), (200, 64, 16, 136), (513, 576, 48, 960)] {
+        let (columns, rows) = (k + r + 8, n + r);
+        let (x, matrix) = (b.values(m * columns), b.values(rows * columns));
+        let (residual, dy) = (b.values(m * n), b.values(m * (n + r + 16)));
+        b.compare(&format!("a projection {m}×{k}→{n}, r {r}"), 3.0, |d| {
+            let mut x = tensor(d, &[m, columns], &x);
+            let matrix = tensor(d, &[rows, columns], &matrix);
+            let mut dy = tensor(d, &[m, n + r + 16], &dy);
+            let weights = matrix.view();
+            // z behind x, y = residual + [x z]·[W B]ᵀ.
+            matmul::extend_nt(d, 0.5, &mut x, weights.row_range(n, r).columns(0, k));
+            elementwise::round(d, x.view_mut().columns(k, r));
+            let mut y = d.zeros(SCRATCH, &[m, n + 8]);
+            let residual = tensor(d, &[m, n], &residual);
+            let w = weights.row_range(0, n).columns(0, k + r);
+            matmul::nt_add(d, x.first_columns(k + r), w, &residual, y.first_columns_mut(n));
+            // dz behind dy, dx = [dy dz]·[W; A], dA = dzᵀ·x.
+            matmul::extend_nn(d, 0.5, &mut dy, weights.row_range(0, n).columns(k, r));
+            elementwise::round(d, dy.view_mut().columns(n, r));
+            let mut dx = d.empty(SCRATCH, &[m, k]);
+            matmul::nn(d, 1.0, dy.first_columns(n + r), weights.columns(0, k), 0.0, &mut dx);
+            elementwise::round(d, &mut dx);
+            let mut da = d.zeros_f32(SCRATCH, &[r, k]);
+            matmul::tn(d, 1.0, dy.view().columns(n, r), x.first_columns(k), 1.0, &mut da);
+            let mut z = d.empty(SCRATCH, &[m, r]);
+            elementwise::copy(d, x.view().columns(k, r), &mut z);
+            vec![x, z, y, dy, dx, da]
+        });
+    }
+}
+
+#[test]
 fn norms() {
     let Some(mut b) = Bench::new() else { return };
     for (rows, width) in [(1, 8), (7, 64), (130, 576), (33, 1024), (5, 2048), (3, 4096), (9, 5120)] {
@@ -103,13 +139,47 @@ fn norms() {
             (b.values(rows * width), b.values(width), b.values(rows * width), b.values(rows * width));
         b.compare(&format!("rms_norm {rows}×{width}"), 3.0, |d| {
             let (x, w) = (tensor(d, &[rows, width], &x), tensor(d, &[width], &w));
-            let (dy, mut dx) = (tensor(d, &[rows, width], &dy), tensor(d, &[rows, width], &before));
-            let mut y = d.empty(SCRATCH, &[rows, width]);
+            // Rows with room behind them, as projections want them.
+            let (dy, mut dx) = (tensor(d, &[rows, width], &dy), d.zeros(SCRATCH, &[rows, width + 16]));
+            dx.first_columns_mut(width).set(&before);
+            let mut y = d.zeros(SCRATCH, &[rows, width + 64]);
             let mut rstd = d.empty_f32(SCRATCH, &[rows]);
             let mut dw = d.zeros_f32(SCRATCH, &[width]);
-            rms_norm::forward(d, &x, &w, 1e-5, &mut y, &mut rstd);
-            rms_norm::backward(d, &dy, &x, &w, &rstd, true, &mut dx, Some(&mut dw));
+            rms_norm::forward(d, &x, &w, 1e-5, y.first_columns_mut(width), &mut rstd);
+            rms_norm::backward(d, &dy, &x, &w, &rstd, true, dx.first_columns_mut(width), Some(&mut dw));
             vec![y, rstd, dx, dw]
+        });
+    }
+}
+
+#[test]
+fn norms_of_heads() {
+    let Some(mut b) = Bench::new() else { return };
+    for (rows, heads, kv_heads, head_dim) in [(1, 1, 1, 8), (70, 3, 1, 64), (129, 4, 2, 128), (33, 2, 2, 40)] {
+        let width = (heads + kv_heads) * head_dim;
+        let (x, dy) = (b.values(rows * (width + 24)), b.values(rows * (width + 8)));
+        let (q, k) = (b.values(head_dim), b.values(head_dim));
+        let positions: Vec<i32> = (0..rows as i32).map(|i| i * 7 % 100).collect();
+        let inv_freq: Vec<f32> = (0..head_dim / 2).map(|i| 0.9f32.powi(i as i32)).collect();
+        b.compare(&format!("qk_norm {rows} rows, {heads}+{kv_heads} heads of {head_dim}"), 3.0, |d| {
+            let table = RopeTable::new(d, &inv_freq, 100);
+            let positions = d.indices(SCRATCH, positions.clone());
+            let (q_weight, k_weight) = (tensor(d, &[head_dim], &q), tensor(d, &[head_dim], &k));
+            let (q_weight, k_weight) = (&q_weight, &k_weight);
+            let norm = QkNorm { q_weight, k_weight, eps: 1e-6, num_heads: heads, num_kv_heads: kv_heads };
+            let x = tensor(d, &[rows, width + 24], &x);
+            let mut dy = tensor(d, &[rows, width + 8], &dy);
+            let mut y = d.empty(SCRATCH, &[rows, width]);
+            let x = x.first_columns(width);
+            qk_norm::forward(d, &norm, &table, &positions, x, &mut y);
+            let mut weights = [d.zeros_f32(SCRATCH, &[head_dim]), d.zeros_f32(SCRATCH, &[head_dim])];
+            for (heads, dweight) in [Heads::Query, Heads::Key].into_iter().zip(&mut weights) {
+                let dy = dy.first_columns(width);
+                qk_norm::backward_weight(d, &norm, &table, &positions, heads, x, dy, dweight);
+            }
+            qk_norm::backward_in_place(d, &norm, &table, &positions, x, dy.first_columns_mut(width));
+            let [dq_weight, dk_weight] = weights;
+            vec![y, dq_weight, dk_weight, dy]
         });
     }
 }
@@ -123,23 +193,27 @@ fn elementwise_operations() {
         let picked: Vec<i32> = (0..rows as i32).filter(|i| i % 3 != 1).collect();
         b.compare(&format!("elementwise {rows}×{width}"), 3.0, |d| {
             let (tx, ty) = (tensor(d, &[rows, width], &x), tensor(d, &[rows, width], &y));
-            let mut sum = d.empty(SCRATCH, &[rows, width]);
-            elementwise::add(d, &tx, &ty, &mut sum);
-            elementwise::add_assign(d, &mut sum, &tx);
-            let mut biased = d.empty(SCRATCH, &[rows, width]);
-            elementwise::broadcast_rows(d, &tensor(d, &[width], &bias), &mut biased);
+            // Rows with room behind them: what lies there must stay.
+            let mut sum = d.zeros(SCRATCH, &[rows, width + 8]);
+            elementwise::copy(d, &ty, sum.first_columns_mut(width));
+            elementwise::add_assign(d, sum.first_columns_mut(width), &tx);
+            let mut biased = d.zeros(SCRATCH, &[rows, width + 8]);
+            elementwise::broadcast_rows(d, &tensor(d, &[width], &bias), biased.view_mut().columns(8, width));
             let mut dbias = d.zeros_f32(SCRATCH, &[width]);
             elementwise::sum_rows(d, &tx, &mut dbias);
             let rows_of = d.indices(SCRATCH, picked.clone());
             let mut gathered = d.empty(SCRATCH, &[picked.len(), width]);
             elementwise::gather_rows(d, &ty, &rows_of, &mut gathered);
-            let mut scattered = d.empty(SCRATCH, &[rows, width]);
+            let mut scattered = d.empty(SCRATCH, &[rows, width + 16]);
             elementwise::scatter_rows(d, &gathered, &rows_of, &mut scattered);
-            let mut act = d.empty(SCRATCH, &[rows, width]);
-            swiglu::forward(d, &tx, &ty, &mut act);
-            let (mut gate, mut up) = (tensor(d, &[rows, width], &x), tensor(d, &[rows, width], &y));
-            swiglu::backward_in_place(d, &tensor(d, &[rows, width], &z), &mut gate, &mut up);
-            vec![sum, biased, dbias, gathered, scattered, act, gate, up]
+            let mut gate_up = d.zeros(SCRATCH, &[rows, 2 * width + 16]);
+            elementwise::copy(d, &tx, gate_up.first_columns_mut(width));
+            elementwise::copy(d, &ty, gate_up.view_mut().columns(width, width));
+            let mut act = d.zeros(SCRATCH, &[rows, width + 8]);
+            swiglu::forward(d, gate_up.first_columns(2 * width), act.first_columns_mut(width));
+            let dh = tensor(d, &[rows, width], &z);
+            swiglu::backward_in_place(d, &dh, gate_up.first_columns_mut(2 * width));
+            vec![sum, biased, dbias, gathered, scattered, act, gate_up]
         });
     }
 }
@@ -239,19 +313,37 @@ fn attention_over_ragged_documents() {
             3.0,
             |d| {
                 let tiles = TileList::on_device(d, cu_seqlens, window);
-                let (q, d_o) = (tensor(d, &[tokens, q_width], &q), tensor(d, &[tokens, q_width], &d_o));
-                let (k, v) = (tensor(d, &[tokens, kv_width], &k), tensor(d, &[tokens, kv_width], &v));
-                let mut o = d.empty(SCRATCH, &[tokens, q_width]);
+                let d_o = tensor(d, &[tokens, q_width], &d_o);
+                // Beside each other, as the projections write them, with room behind them.
+                let width = shape.qkv_width();
+                let mut qkv = d.zeros(SCRATCH, &[tokens, width + 16]);
+                qkv.first_columns_mut(q_width).set(&q);
+                qkv.view_mut().columns(q_width, kv_width).set(&k);
+                qkv.view_mut().columns(q_width + kv_width, kv_width).set(&v);
+                let part = |from, width| qkv.view().columns(from, width);
+                let (q, k) = (part(0, q_width), part(q_width, kv_width));
+                let operands = Qkv { q, k, v: part(q_width + kv_width, kv_width) };
+                let mut o = d.zeros(SCRATCH, &[tokens, q_width + 8]);
                 let mut softmax_lse = d.empty_f32(SCRATCH, &[tokens, heads]);
-                attention::forward(d, &shape, &tiles, &q, &k, &v, &mut o, &mut softmax_lse);
-                let [mut dq, mut dk, mut dv] =
-                    [q_width, kv_width, kv_width].map(|width| d.empty(SCRATCH, &[tokens, width]));
-                let saved = Saved { q: &q, k: &k, v: &v, o: &o, softmax_lse: &softmax_lse };
-                attention::backward(d, &shape, &tiles, &saved, &d_o, &mut dq, &mut dk, &mut dv);
-                vec![o, softmax_lse, dq, dk, dv]
+                attention::forward(d, &shape, &tiles, operands, o.first_columns_mut(q_width), &mut softmax_lse);
+                let mut dqkv = d.zeros(SCRATCH, &[tokens, width + 8]);
+                let saved = Saved { qkv: operands, o: o.first_columns(q_width), softmax_lse: &softmax_lse };
+                attention::backward(d, &shape, &tiles, &saved, &d_o, dqkv.first_columns_mut(width));
+                let parts = [(0, q_width), (q_width, kv_width), (q_width + kv_width, kv_width)];
+                let parts = parts.map(|(from, width)| {
+                    let mut part = d.empty(SCRATCH, &[tokens, width]);
+                    elementwise::copy(d, dqkv.view().columns(from, width), &mut part);
+                    part
+                });
+                [o, softmax_lse].into_iter().chain(parts).collect()
             },
         );
     }
+}
+
+/// Where a working copy of `n` values lies in its matrix.
+fn block(matrix: &Tensor, n: usize) -> View<'_> {
+    matrix.view().row_range(0, n / 8).columns(8, 8)
 }
 
 #[test]
@@ -262,7 +354,8 @@ fn optimizer_over_many_tensors_follows_the_cpu() {
         Device::Cpu(_) => unreachable!("the third device is the GPU"),
     };
     let device = b.devices[2].clone();
-    let lengths = [1, 8, 16_384, 16_385, 100_000];
+    let lengths = [8, 16, 16_384, 16_392, 100_000];
+
     let start: Vec<[Vec<f32>; 2]> = lengths.iter().map(|&n| [b.values(n), b.values(n)]).collect();
     let zeros = |n| device.zeros_f32(SCRATCH, &[n]);
     let tensors: Vec<[Tensor; 5]> = start
@@ -270,13 +363,14 @@ fn optimizer_over_many_tensors_follows_the_cpu() {
         .map(|[w, g]| {
             let n = w.len();
             let of = |x: &Vec<f32>| device.tensor_f32(SCRATCH, &[n], x.clone());
-            [of(w), device.empty(SCRATCH, &[n]), of(g), zeros(n), zeros(n)]
+            // The working copy lies in a matrix, with other values between its rows.
+            [of(w), device.zeros(SCRATCH, &[n / 8 + 1, 8 + 8]), of(g), zeros(n), zeros(n)]
         })
         .collect();
     let members = tensors.iter().enumerate().map(|(i, [param, working, grad, m, v])| Member {
         param,
-        working: (i % 2 == 0).then_some(working),
-        grad,
+        working: (i % 2 == 0).then(|| block(working, param.len())),
+        grad: grad.view(),
         m,
         v,
         decays: i != 1,
@@ -294,13 +388,15 @@ fn optimizer_over_many_tensors_follows_the_cpu() {
         let scale = norm::clip_coefficient(norm, 1.0);
         for (i, ([w, m, v], [_, g])) in cpu.iter_mut().zip(&start).enumerate() {
             let p = AdamWParams { weight_decay: if i == 1 { 0.0 } else { 0.1 }, ..p(step) };
-            adamw::update(Precision::F32, &p, scale, w, None, g, m, v);
+            adamw::update(&p, scale, w, g, m, v);
         }
     }
     for (i, ([param, working, ..], [w, ..])) in tensors.iter().zip(&cpu).enumerate() {
         assert!(error(&param.to_vec(), w) < 1e-5, "tensor {i}");
         if i % 2 == 0 {
-            assert!(error(&working.to_vec(), w) < ROUNDING, "working copy {i}");
+            assert!(error(&block(working, w.len()).to_vec(), w) < ROUNDING, "working copy {i}");
+            let columns_before = working.first_columns(8).to_vec();
+            assert!(columns_before.iter().all(|&x| x == 0.0), "what lies between the rows of {i}");
         }
     }
     // A gradient that is not finite forbids the update, and clearing makes it finite again.

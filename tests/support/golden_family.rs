@@ -158,6 +158,12 @@ impl Family {
     }
 }
 
+/// The values of all adapters of a trainer.
+pub fn adapter_values(trainer: &Trainer) -> Vec<Vec<f32>> {
+    let model = trainer.model();
+    model.adapters().map(|(id, _)| model.params().to_vec(id)).collect()
+}
+
 /// Sets a trainer's adapters to the `lora.…` tensors of a reference file.
 pub fn set_adapters(trainer: &mut Trainer, case: &SafetensorsFile) {
     let names: Vec<String> = case.names().filter(|name| name.starts_with("lora.")).map(str::to_owned).collect();
@@ -180,7 +186,7 @@ pub fn full_gradients(
     activations: Activations,
 ) -> (f64, Grads) {
     model.train_everything();
-    let mut grads = Grads::new(model.device(), model.params());
+    let mut grads = Grads::new(model.params());
     let mut loss = LossSum::new(model.device());
     for batch in batches {
         let batch = upload(model, batch).unwrap();

@@ -5,27 +5,28 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::tiles::TILE_ROWS;
-use super::{AttentionShape, Saved, Tile, TileList};
+use super::{AttentionShape, Qkv, Saved, Tile, TileList};
 use crate::ops::MIN_ROWS_PER_TASK;
 use crate::ops::matmul::{Mat, MatMut, gemm_serial};
 use crate::ops::vector::{dot, exp, exp_in_place, max, softmax_gradient};
-use crate::tensor::Precision;
+use crate::tensor::{Precision, View, ViewMut};
 
-/// Splits a row-major buffer into the rows of each tile; tiles cover the rows in order.
-fn rows_of<'a>(tiles: &[Tile], width: usize, mut rest: &'a mut [f32]) -> Vec<&'a mut [f32]> {
+/// Splits a row-major buffer into the rows of each tile, `stride` values each (the last row may be shorter); tiles cover the rows in order.
+fn rows_of<'a>(tiles: &[Tile], stride: usize, mut rest: &'a mut [f32]) -> Vec<&'a mut [f32]> {
     tiles
         .iter()
         .map(|tile| {
-            let (head, tail) = std::mem::take(&mut rest).split_at_mut((tile.end - tile.start) * width);
+            let end = ((tile.end - tile.start) * stride).min(rest.len());
+            let (head, tail) = std::mem::take(&mut rest).split_at_mut(end);
             rest = tail;
             head
         })
         .collect()
 }
 
-/// Rows `start..end` of head `head` in a [T, heads·d] buffer.
-fn head_rows(x: &[f32], start: usize, end: usize, head: usize, heads: usize, d: usize) -> Mat<'_> {
-    Mat::new(&x[start * heads * d + head * d..], end - start, d, heads * d)
+/// Rows `start..end` of head `head` in a [T, heads·d] matrix.
+fn head_rows(x: View<'_>, start: usize, end: usize, head: usize, d: usize) -> Mat<'_> {
+    x.row_range(start, end - start).columns(head * d, d).into()
 }
 
 /// Cuts `start..end` into runs of at most [`TILE_ROWS`].
@@ -46,18 +47,18 @@ pub(super) fn forward(
     precision: Precision,
     shape: &AttentionShape,
     tiles: &TileList,
-    [q, k, v]: [&[f32]; 3],
-    o: &mut [f32],
+    qkv: Qkv<'_>,
+    o: ViewMut<'_>,
     softmax_lse: &mut [f32],
 ) {
-    let heads = shape.num_heads;
-    let o_rows = rows_of(&tiles.query_tiles, heads * shape.head_dim, o);
+    let (heads, o_stride) = (shape.num_heads, o.stride());
+    let o_rows = rows_of(&tiles.query_tiles, o_stride, o.into_f32s());
     let lse_rows = rows_of(&tiles.query_tiles, heads, softmax_lse);
     tiles.query_tiles.par_iter().zip(o_rows).zip(lse_rows).for_each_init(
         Scratch::default,
         |scratch, ((tile, o), lse)| {
             for head in 0..heads {
-                forward_tile(precision, shape, tiles, tile, head, [q, k, v], o, lse, scratch);
+                forward_tile(precision, shape, tiles, tile, head, qkv, (&mut *o, o_stride), lse, scratch);
             }
         },
     );
@@ -71,12 +72,12 @@ fn forward_tile(
     tiles: &TileList,
     tile: &Tile,
     head: usize,
-    [q, k, v]: [&[f32]; 3],
-    o: &mut [f32],
+    Qkv { q, k, v }: Qkv<'_>,
+    (o, o_stride): (&mut [f32], usize),
     lse: &mut [f32],
     scratch: &mut Scratch,
 ) {
-    let AttentionShape { num_heads: heads, num_kv_heads, head_dim: d, scale } = *shape;
+    let AttentionShape { num_heads: heads, head_dim: d, scale, .. } = *shape;
     let kv_head = head / shape.group();
     let rows = tile.end - tile.start;
     let Scratch { scores, row_max, row_sum, accumulator, .. } = scratch;
@@ -86,10 +87,7 @@ fn forward_tile(
     for (k_start, k_end) in runs(tile.other_start, tile.other_end) {
         let cols = k_end - k_start;
         reset(scores, rows * cols, 0.0);
-        let (q_tile, k_tile) = (
-            head_rows(q, tile.start, tile.end, head, heads, d),
-            head_rows(k, k_start, k_end, kv_head, num_kv_heads, d),
-        );
+        let (q_tile, k_tile) = (head_rows(q, tile.start, tile.end, head, d), head_rows(k, k_start, k_end, kv_head, d));
         gemm_serial(scale, q_tile, k_tile.t(), 0.0, MatMut::new(scores, rows, cols, cols));
         for (i, scores) in scores.chunks_exact_mut(cols).enumerate() {
             let seen = mask(tiles, tile.start + i, k_start, scores);
@@ -105,12 +103,12 @@ fn forward_tile(
             row_sum[i] = row_sum[i] * correction + sum;
             accumulator[i * d..][..d].iter_mut().for_each(|x| *x *= correction);
         }
-        let v_tile = head_rows(v, k_start, k_end, kv_head, num_kv_heads, d);
+        let v_tile = head_rows(v, k_start, k_end, kv_head, d);
         gemm_serial(1.0, Mat::new(scores, rows, cols, cols), v_tile, 1.0, MatMut::new(accumulator, rows, d, d));
     }
     for i in 0..rows {
         lse[i * heads + head] = row_max[i] + row_sum[i].ln();
-        let out = &mut o[(i * heads + head) * d..][..d];
+        let out = &mut o[i * o_stride + head * d..][..d];
         for (out, x) in out.iter_mut().zip(&accumulator[i * d..]) {
             *out = precision.round(x / row_sum[i]);
         }
@@ -131,39 +129,42 @@ pub(super) fn backward(
     shape: &AttentionShape,
     tiles: &TileList,
     saved: &Saved<'_>,
-    d_o: &[f32],
-    [dq, dk, dv]: [&mut [f32]; 3],
+    d_o: View<'_>,
+    mut dqkv: ViewMut<'_>,
 ) {
-    let AttentionShape { num_heads: heads, num_kv_heads, head_dim: d, .. } = *shape;
+    let AttentionShape { num_heads: heads, head_dim: d, .. } = *shape;
     // D [T, Hq] = rowsum(do ⊙ o)
-    let rows = d_o.par_chunks_exact(d).zip(saved.o.f32s().par_chunks_exact(d)).with_min_len(MIN_ROWS_PER_TASK);
-    let delta: Vec<f32> = rows.map(|(a, b)| dot(a, b)).collect();
+    let rows = d_o.f32s().par_chunks(d_o.stride()).zip(saved.o.f32s().par_chunks(saved.o.stride()));
+    let rows = rows.with_min_len(MIN_ROWS_PER_TASK);
+    let delta: Vec<f32> = rows
+        .flat_map_iter(|(a, b)| a.chunks_exact(d).zip(b.chunks_exact(d)).take(heads).map(|(a, b)| dot(a, b)))
+        .collect();
 
-    let kv_width = num_kv_heads * d;
-    let (dk_rows, dv_rows) = (rows_of(&tiles.key_tiles, kv_width, dk), rows_of(&tiles.key_tiles, kv_width, dv));
-    tiles.key_tiles.par_iter().zip(dk_rows).zip(dv_rows).for_each_init(
-        Scratch::default,
-        |scratch, ((tile, dk), dv)| {
-            dk.fill(0.0);
-            dv.fill(0.0);
-            for head in 0..heads {
-                key_tile(shape, tiles, tile, head, saved, d_o, &delta, dk, dv, scratch);
-            }
-            precision.round_slice(dk);
-            precision.round_slice(dv);
-        },
-    );
-
-    let dq_rows = rows_of(&tiles.query_tiles, heads * d, dq);
-    tiles.query_tiles.par_iter().zip(dq_rows).for_each_init(Scratch::default, |scratch, (tile, dq)| {
+    let stride = dqkv.stride();
+    let gradients = rows_of(&tiles.key_tiles, stride, dqkv.f32s_mut());
+    tiles.key_tiles.par_iter().zip(gradients).for_each_init(Scratch::default, |scratch, (tile, rows)| {
+        for_rows(rows, stride, shape.q_width()..shape.qkv_width(), |part| part.fill(0.0));
         for head in 0..heads {
-            query_tile(shape, tiles, tile, head, saved, d_o, &delta, dq, scratch);
+            key_tile(shape, tiles, tile, head, saved, d_o, &delta, (&mut *rows, stride), scratch);
         }
-        precision.round_slice(dq);
+        for_rows(rows, stride, shape.q_width()..shape.qkv_width(), |part| precision.round_slice(part));
+    });
+
+    let gradients = rows_of(&tiles.query_tiles, stride, dqkv.f32s_mut());
+    tiles.query_tiles.par_iter().zip(gradients).for_each_init(Scratch::default, |scratch, (tile, rows)| {
+        for head in 0..heads {
+            query_tile(shape, tiles, tile, head, saved, d_o, &delta, (&mut *rows, stride), scratch);
+        }
+        for_rows(rows, stride, 0..shape.q_width(), |part| precision.round_slice(part));
     });
 }
 
-/// Adds to `dk` and `dv` of one key tile what one query head contributes.
+/// Calls `f` with the given columns of every row.
+fn for_rows(rows: &mut [f32], stride: usize, columns: Range<usize>, f: impl Fn(&mut [f32])) {
+    rows.chunks_mut(stride).for_each(|row| f(&mut row[columns.clone()]));
+}
+
+/// Adds to the gradients of the keys and values of one tile what one query head contributes. `rows` has those of q, k and v beside each other.
 #[expect(clippy::too_many_arguments, reason = "the body of one loop")]
 fn key_tile(
     shape: &AttentionShape,
@@ -171,29 +172,28 @@ fn key_tile(
     tile: &Tile,
     head: usize,
     saved: &Saved<'_>,
-    d_o: &[f32],
+    d_o: View<'_>,
     delta: &[f32],
-    dk: &mut [f32],
-    dv: &mut [f32],
+    (rows, stride): (&mut [f32], usize),
     scratch: &mut Scratch,
 ) {
-    let AttentionShape { num_heads: heads, num_kv_heads, head_dim: d, scale } = *shape;
+    let AttentionShape { head_dim: d, scale, .. } = *shape;
     let kv_head = head / shape.group();
     let keys = tile.end - tile.start;
+    let (dk_at, dv_at) = (shape.q_width() + kv_head * d, shape.q_width() + shape.kv_width() + kv_head * d);
     for (q_start, q_end) in runs(tile.other_start, tile.other_end) {
         let queries = q_end - q_start;
         probabilities(shape, tiles, head, saved, d_o, delta, (q_start, q_end), (tile.start, tile.end), scratch);
         let (p, ds) =
             (Mat::new(&scratch.scores, queries, keys, keys), Mat::new(&scratch.d_scores, queries, keys, keys));
-        let d_o_tile = head_rows(d_o, q_start, q_end, head, heads, d);
-        let q_tile = head_rows(saved.q.f32s(), q_start, q_end, head, heads, d);
-        let width = num_kv_heads * d;
-        gemm_serial(1.0, p.t(), d_o_tile, 1.0, MatMut::new(&mut dv[kv_head * d..], keys, d, width));
-        gemm_serial(scale, ds.t(), q_tile, 1.0, MatMut::new(&mut dk[kv_head * d..], keys, d, width));
+        let d_o_tile = head_rows(d_o, q_start, q_end, head, d);
+        let q_tile = head_rows(saved.qkv.q, q_start, q_end, head, d);
+        gemm_serial(1.0, p.t(), d_o_tile, 1.0, MatMut::new(&mut rows[dv_at..], keys, d, stride));
+        gemm_serial(scale, ds.t(), q_tile, 1.0, MatMut::new(&mut rows[dk_at..], keys, d, stride));
     }
 }
 
-/// Assigns `dq` of one query tile of one head.
+/// Assigns the gradient of the queries of one tile and one head.
 #[expect(clippy::too_many_arguments, reason = "the body of one loop")]
 fn query_tile(
     shape: &AttentionShape,
@@ -201,12 +201,12 @@ fn query_tile(
     tile: &Tile,
     head: usize,
     saved: &Saved<'_>,
-    d_o: &[f32],
+    d_o: View<'_>,
     delta: &[f32],
-    dq: &mut [f32],
+    (rows, stride): (&mut [f32], usize),
     scratch: &mut Scratch,
 ) {
-    let AttentionShape { num_heads: heads, num_kv_heads, head_dim: d, scale } = *shape;
+    let AttentionShape { head_dim: d, scale, .. } = *shape;
     let kv_head = head / shape.group();
     let queries = tile.end - tile.start;
     let mut beta = 0.0;
@@ -214,8 +214,8 @@ fn query_tile(
         let keys = k_end - k_start;
         probabilities(shape, tiles, head, saved, d_o, delta, (tile.start, tile.end), (k_start, k_end), scratch);
         let ds = Mat::new(&scratch.d_scores, queries, keys, keys);
-        let k_tile = head_rows(saved.k.f32s(), k_start, k_end, kv_head, num_kv_heads, d);
-        gemm_serial(scale, ds, k_tile, beta, MatMut::new(&mut dq[head * d..], queries, d, heads * d));
+        let k_tile = head_rows(saved.qkv.k, k_start, k_end, kv_head, d);
+        gemm_serial(scale, ds, k_tile, beta, MatMut::new(&mut rows[head * d..], queries, d, stride));
         beta = 1.0;
     }
 }
@@ -227,22 +227,22 @@ fn probabilities(
     tiles: &TileList,
     head: usize,
     saved: &Saved<'_>,
-    d_o: &[f32],
+    d_o: View<'_>,
     delta: &[f32],
     (q_start, q_end): (usize, usize),
     (k_start, k_end): (usize, usize),
     scratch: &mut Scratch,
 ) {
-    let AttentionShape { num_heads: heads, num_kv_heads, head_dim: d, scale } = *shape;
+    let AttentionShape { num_heads: heads, head_dim: d, scale, .. } = *shape;
     let kv_head = head / shape.group();
     let (queries, keys) = (q_end - q_start, k_end - k_start);
     let Scratch { scores, d_scores, .. } = scratch;
     reset(scores, queries * keys, 0.0);
     reset(d_scores, queries * keys, 0.0);
-    let q_tile = head_rows(saved.q.f32s(), q_start, q_end, head, heads, d);
-    let k_tile = head_rows(saved.k.f32s(), k_start, k_end, kv_head, num_kv_heads, d);
-    let v_tile = head_rows(saved.v.f32s(), k_start, k_end, kv_head, num_kv_heads, d);
-    let d_o_tile = head_rows(d_o, q_start, q_end, head, heads, d);
+    let q_tile = head_rows(saved.qkv.q, q_start, q_end, head, d);
+    let k_tile = head_rows(saved.qkv.k, k_start, k_end, kv_head, d);
+    let v_tile = head_rows(saved.qkv.v, k_start, k_end, kv_head, d);
+    let d_o_tile = head_rows(d_o, q_start, q_end, head, d);
     gemm_serial(scale, q_tile, k_tile.t(), 0.0, MatMut::new(scores, queries, keys, keys));
     gemm_serial(1.0, d_o_tile, v_tile.t(), 0.0, MatMut::new(d_scores, queries, keys, keys));
     for (i, (scores, d_scores)) in scores.chunks_exact_mut(keys).zip(d_scores.chunks_exact_mut(keys)).enumerate() {

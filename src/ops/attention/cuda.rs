@@ -3,10 +3,10 @@
 use super::kernels::{Kernel, KernelSet};
 use super::params::{BackwardParams, ForwardParams};
 use super::work_list::Side;
-use super::{AttentionShape, Saved, TileList};
+use super::{AttentionShape, Qkv, Saved, TileList};
 use crate::kernel_args;
 use crate::tensor::cuda::Launch;
-use crate::tensor::{Gpu, MemoryCategory, Tensor};
+use crate::tensor::{Gpu, MemoryCategory, Tensor, View};
 
 /// Dynamic shared memory that a kernel may have without asking, in bytes: 48 KiB less what kernels hold statically.
 const FREE_SHARED_BYTES: u32 = 40 << 10;
@@ -57,8 +57,8 @@ fn forward_tiled(
     shape: &AttentionShape,
     tiles: &TileList,
     set: &KernelSet,
-    [q, k, v]: [&Tensor; 3],
-    o: &Tensor,
+    Qkv { q, k, v }: Qkv<'_>,
+    o: View<'_>,
     softmax_lse: &Tensor,
 ) {
     let (query_tiles, num_query_tiles, capacity) = tiles.work_of(Side::Query, set.forward.rows);
@@ -72,10 +72,10 @@ fn forward_tiled(
         query_tiles,
         num_query_tiles,
         first_key: tiles.work_pointer(),
-        q_stride: q.cols() as i32,
-        k_stride: k.cols() as i32,
-        v_stride: v.cols() as i32,
-        o_stride: o.cols() as i32,
+        q_stride: q.stride() as i32,
+        k_stride: k.stride() as i32,
+        v_stride: v.stride() as i32,
+        o_stride: o.stride() as i32,
         num_heads: shape.num_heads as i32,
         num_kv_heads: shape.num_kv_heads as i32,
         head_dim: shape.head_dim as i32,
@@ -85,15 +85,23 @@ fn forward_tiled(
     gpu.launch_struct(set.forward.name, launch, &params);
 }
 
+/// The parts of a gradient of q, k and v beside each other.
+fn parts<'a>(shape: &AttentionShape, dqkv: View<'a>) -> [View<'a>; 3] {
+    let (q, kv) = (shape.q_width(), shape.kv_width());
+    [dqkv.columns(0, q), dqkv.columns(q, kv), dqkv.columns(q + kv, kv)]
+}
+
 fn backward_tiled(
     gpu: &Gpu,
     shape: &AttentionShape,
     tiles: &TileList,
     set: &KernelSet,
     saved: &Saved<'_>,
-    d_o: &Tensor,
-    [dq, dk, dv]: [&Tensor; 3],
+    d_o: View<'_>,
+    dqkv: View<'_>,
 ) {
+    let Qkv { q, k, v } = saved.qkv;
+    let [dq, dk, dv] = parts(shape, dqkv);
     let (query_tiles, num_query_tiles, query_room) = tiles.work_of(Side::Query, set.query.rows);
     let (key_tiles, num_key_tiles, key_room) = tiles.work_of(Side::Key, set.key.rows);
     // (lse, D) in f32 for every head and row.
@@ -101,9 +109,9 @@ fn backward_tiled(
     let row_stats = gpu.alloc(MemoryCategory::Workspace, stats_bytes);
     let _charge = gpu.ledger().charge(MemoryCategory::Workspace, stats_bytes as u64);
     let params = BackwardParams {
-        q: saved.q.pointer(),
-        k: saved.k.pointer(),
-        v: saved.v.pointer(),
+        q: q.pointer(),
+        k: k.pointer(),
+        v: v.pointer(),
         o: saved.o.pointer(),
         d_o: d_o.pointer(),
         softmax_lse: saved.softmax_lse.pointer(),
@@ -119,14 +127,14 @@ fn backward_tiled(
         key_tiles,
         num_key_tiles,
         first_key: tiles.work_pointer(),
-        q_stride: saved.q.cols() as i32,
-        k_stride: saved.k.cols() as i32,
-        v_stride: saved.v.cols() as i32,
-        o_stride: saved.o.cols() as i32,
-        do_stride: d_o.cols() as i32,
-        dq_stride: dq.cols() as i32,
-        dk_stride: dk.cols() as i32,
-        dv_stride: dv.cols() as i32,
+        q_stride: q.stride() as i32,
+        k_stride: k.stride() as i32,
+        v_stride: v.stride() as i32,
+        o_stride: saved.o.stride() as i32,
+        do_stride: d_o.stride() as i32,
+        dq_stride: dq.stride() as i32,
+        dk_stride: dk.stride() as i32,
+        dv_stride: dv.stride() as i32,
         num_heads: shape.num_heads as i32,
         num_kv_heads: shape.num_kv_heads as i32,
         head_dim: shape.head_dim as i32,
@@ -143,14 +151,15 @@ pub(super) fn forward(
     gpu: &Gpu,
     shape: &AttentionShape,
     tiles: &TileList,
-    [q, k, v]: [&Tensor; 3],
-    o: &Tensor,
+    qkv: Qkv<'_>,
+    o: View<'_>,
     softmax_lse: &Tensor,
 ) {
     if let Some(set) = tiled(gpu, shape) {
-        return forward_tiled(gpu, shape, tiles, &set, [q, k, v], o, softmax_lse);
+        return forward_tiled(gpu, shape, tiles, &set, qkv, o, softmax_lse);
     }
     let p = PlainShape::new(shape, tiles);
+    let Qkv { q, k, v } = qkv;
     let args = kernel_args![
         q.pointer(),
         k.pointer(),
@@ -163,7 +172,11 @@ pub(super) fn forward(
         p.kv_heads,
         p.head_dim,
         shape.scale,
-        p.window
+        p.window,
+        q.stride() as i64,
+        k.stride() as i64,
+        v.stride() as i64,
+        o.stride() as i64
     ];
     gpu.launch("attention_plain_forward", p.launch(shape.num_heads), args);
 }
@@ -173,38 +186,23 @@ pub(super) fn backward(
     shape: &AttentionShape,
     tiles: &TileList,
     saved: &Saved<'_>,
-    d_o: &Tensor,
-    [dq, dk, dv]: [&Tensor; 3],
+    d_o: View<'_>,
+    dqkv: View<'_>,
 ) {
     if let Some(set) = tiled(gpu, shape) {
-        return backward_tiled(gpu, shape, tiles, &set, saved, d_o, [dq, dk, dv]);
+        return backward_tiled(gpu, shape, tiles, &set, saved, d_o, dqkv);
     }
     let p = PlainShape::new(shape, tiles);
-    let [q, k, v, o, lse] = [saved.q, saved.k, saved.v, saved.o, saved.softmax_lse].map(Tensor::pointer);
+    let Qkv { q, k, v } = saved.qkv;
+    let [dq, dk, dv] = parts(shape, dqkv);
     let args = kernel_args![
-        q,
-        k,
-        v,
-        o,
-        lse,
+        q.pointer(),
+        k.pointer(),
+        v.pointer(),
+        saved.o.pointer(),
+        saved.softmax_lse.pointer(),
         d_o.pointer(),
         dq.pointer(),
-        tiles.bounds_pointer(),
-        p.tokens,
-        p.heads,
-        p.kv_heads,
-        p.head_dim,
-        shape.scale,
-        p.window
-    ];
-    gpu.launch("attention_plain_dq", p.launch(shape.num_heads), args);
-    let args = kernel_args![
-        q,
-        k,
-        v,
-        o,
-        lse,
-        d_o.pointer(),
         dk.pointer(),
         dv.pointer(),
         tiles.bounds_pointer(),
@@ -213,7 +211,14 @@ pub(super) fn backward(
         p.kv_heads,
         p.head_dim,
         shape.scale,
-        p.window
+        p.window,
+        q.stride() as i64,
+        k.stride() as i64,
+        v.stride() as i64,
+        saved.o.stride() as i64,
+        d_o.stride() as i64,
+        dqkv.stride() as i64
     ];
+    gpu.launch("attention_plain_dq", p.launch(shape.num_heads), args);
     gpu.launch("attention_plain_dkv", p.launch(shape.num_kv_heads), args);
 }

@@ -16,7 +16,7 @@ mod work_list;
 
 pub use tiles::{Tile, TileList};
 
-use crate::tensor::{Device, Tensor};
+use crate::tensor::{Device, Tensor, View, ViewMut};
 
 /// Sizes of an attention layer.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -36,94 +36,90 @@ impl AttentionShape {
     pub fn group(&self) -> usize {
         self.num_heads / self.num_kv_heads
     }
+
+    /// Columns of the queries: Hq·d.
+    pub fn q_width(&self) -> usize {
+        self.num_heads * self.head_dim
+    }
+
+    /// Columns of the keys, and of the values: Hkv·d.
+    pub fn kv_width(&self) -> usize {
+        self.num_kv_heads * self.head_dim
+    }
+
+    /// Columns of queries, keys and values beside each other.
+    pub fn qkv_width(&self) -> usize {
+        self.q_width() + 2 * self.kv_width()
+    }
+}
+
+/// Queries [T, Hq·d], keys and values [T, Hkv·d].
+#[derive(Debug, Clone, Copy)]
+pub struct Qkv<'a> {
+    /// Queries.
+    pub q: View<'a>,
+    /// Keys.
+    pub k: View<'a>,
+    /// Values.
+    pub v: View<'a>,
 }
 
 /// Forward: writes `o` [T, Hq·d] and `softmax_lse` [T, Hq].
-#[expect(clippy::too_many_arguments, reason = "the operands of one operation")]
-pub fn forward(
+pub fn forward<'o>(
     device: &Device,
     shape: &AttentionShape,
     tiles: &TileList,
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    o: &mut Tensor,
+    qkv: Qkv<'_>,
+    o: impl Into<ViewMut<'o>>,
     softmax_lse: &mut Tensor,
 ) {
-    check(shape, tiles, q, k, v);
-    assert_eq!((o.len(), softmax_lse.len()), (q.len(), q.rows() * shape.num_heads), "shapes of attention");
+    let o = o.into();
+    check(shape, tiles, qkv);
+    assert_eq!((o.rows(), o.cols()), (qkv.q.rows(), qkv.q.cols()), "shapes of attention");
+    assert_eq!(softmax_lse.len(), qkv.q.rows() * shape.num_heads, "shapes of attention");
     match device {
-        Device::Cpu(cpu) => cpu::forward(
-            cpu.precision(),
-            shape,
-            tiles,
-            [q.f32s(), k.f32s(), v.f32s()],
-            o.f32s_mut(),
-            softmax_lse.f32s_mut(),
-        ),
-        Device::Cuda(gpu) => cuda::forward(gpu, shape, tiles, [q, k, v], o, softmax_lse),
+        Device::Cpu(cpu) => cpu::forward(cpu.precision(), shape, tiles, qkv, o, softmax_lse.f32s_mut()),
+        Device::Cuda(gpu) => cuda::forward(gpu, shape, tiles, qkv, o.as_view(), softmax_lse),
     }
 }
 
 /// What [`forward`] saves for [`backward`].
 #[derive(Debug, Clone, Copy)]
 pub struct Saved<'a> {
-    /// Queries [T, Hq·d].
-    pub q: &'a Tensor,
-    /// Keys [T, Hkv·d].
-    pub k: &'a Tensor,
-    /// Values [T, Hkv·d].
-    pub v: &'a Tensor,
+    /// Operands.
+    pub qkv: Qkv<'a>,
     /// Output [T, Hq·d].
-    pub o: &'a Tensor,
+    pub o: View<'a>,
     /// Logarithm of the softmax's denominator [T, Hq].
     pub softmax_lse: &'a Tensor,
 }
 
-/// Backward: assigns `dq`, `dk`, `dv`, shaped like q, k, v.
-#[expect(clippy::too_many_arguments, reason = "the operands of one operation")]
-pub fn backward(
+/// Backward: assigns `dqkv` [T, (Hq + 2·Hkv)·d]: the gradients of q, then of k, then of v.
+pub fn backward<'a, 'd>(
     device: &Device,
     shape: &AttentionShape,
     tiles: &TileList,
     saved: &Saved<'_>,
-    d_o: &Tensor,
-    dq: &mut Tensor,
-    dk: &mut Tensor,
-    dv: &mut Tensor,
+    d_o: impl Into<View<'a>>,
+    dqkv: impl Into<ViewMut<'d>>,
 ) {
-    check(shape, tiles, saved.q, saved.k, saved.v);
-    assert_eq!(
-        (d_o.len(), dq.len(), dk.len()),
-        (saved.q.len(), saved.q.len(), dv.len()),
-        "shapes of attention backward"
-    );
+    let (d_o, dqkv) = (d_o.into(), dqkv.into());
+    check(shape, tiles, saved.qkv);
+    let rows = saved.qkv.q.rows();
+    assert_eq!((d_o.rows(), d_o.cols()), (rows, saved.qkv.q.cols()), "shapes of attention backward");
+    assert_eq!((dqkv.rows(), dqkv.cols()), (rows, shape.qkv_width()), "shapes of attention backward");
     match device {
-        Device::Cpu(cpu) => cpu::backward(
-            cpu.precision(),
-            shape,
-            tiles,
-            saved,
-            d_o.f32s(),
-            [dq.f32s_mut(), dk.f32s_mut(), dv.f32s_mut()],
-        ),
-        Device::Cuda(gpu) => cuda::backward(gpu, shape, tiles, saved, d_o, [dq, dk, dv]),
+        Device::Cpu(cpu) => cpu::backward(cpu.precision(), shape, tiles, saved, d_o, dqkv),
+        Device::Cuda(gpu) => cuda::backward(gpu, shape, tiles, saved, d_o, dqkv.as_view()),
     }
 }
 
-fn check(shape: &AttentionShape, tiles: &TileList, q: &Tensor, k: &Tensor, v: &Tensor) {
-    let kv_width = shape.num_kv_heads * shape.head_dim;
+fn check(shape: &AttentionShape, tiles: &TileList, Qkv { q, k, v }: Qkv<'_>) {
+    let kv_width = shape.kv_width();
     assert_eq!(shape.num_heads % shape.num_kv_heads, 0, "query heads must be a multiple of key heads");
-    assert_eq!(
-        (q.cols(), k.cols(), v.cols()),
-        (shape.num_heads * shape.head_dim, kv_width, kv_width),
-        "widths of attention"
-    );
-    assert_eq!(
-        (q.rows(), k.rows(), v.rows()),
-        (tiles.total_tokens(), tiles.total_tokens(), tiles.total_tokens()),
-        "rows of attention"
-    );
+    assert_eq!((q.cols(), k.cols(), v.cols()), (shape.q_width(), kv_width, kv_width), "widths of attention");
+    let total = tiles.total_tokens();
+    assert_eq!((q.rows(), k.rows(), v.rows()), (total, total, total), "rows of attention");
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! Packed attention against the definition with a dense mask, and its gradients against finite differences.
 
-use super::{AttentionShape, Saved, TileList, backward, forward};
+use super::{AttentionShape, Qkv, Saved, TileList, backward, forward};
 use crate::ops::testing::{Values, assert_close, assert_gradient, cpu, dot};
 use crate::tensor::{Device, MemoryCategory, Tensor};
 
@@ -39,8 +39,25 @@ impl Case {
     fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> (Tensor, Tensor) {
         let mut o = self.device.empty(SCRATCH, &[q.rows(), q.cols()]);
         let mut lse = self.device.empty(SCRATCH, &[q.rows(), self.shape.num_heads]);
-        self.device.run(|| forward(&self.device, &self.shape, &self.tiles, q, k, v, &mut o, &mut lse));
+        let qkv = Qkv { q: q.view(), k: k.view(), v: v.view() };
+        self.device.run(|| forward(&self.device, &self.shape, &self.tiles, qkv, &mut o, &mut lse));
         (o, lse)
+    }
+
+    /// Gradients of q, k and v.
+    fn backward(&self, [q, k, v]: [&Tensor; 3], o: &Tensor, softmax_lse: &Tensor, d_o: &Tensor) -> [Vec<f32>; 3] {
+        let [q_width, kv_width, _] = self.widths();
+        // Rows with room behind them, as the engine has them.
+        let mut dqkv = self.device.empty(SCRATCH, &[q.rows(), q_width + 2 * kv_width + 3]);
+        let qkv = Qkv { q: q.view(), k: k.view(), v: v.view() };
+        let saved = Saved { qkv, o: o.view(), softmax_lse };
+        self.device.run(|| {
+            let dqkv = dqkv.first_columns_mut(q_width + 2 * kv_width);
+            backward(&self.device, &self.shape, &self.tiles, &saved, d_o, dqkv);
+        });
+        let dqkv = dqkv.view();
+        [(0, q_width), (q_width, kv_width), (q_width + kv_width, kv_width)]
+            .map(|(from, width)| dqkv.columns(from, width).to_vec())
     }
 
     /// The definition, in f64, with the mask spelled out per pair.
@@ -87,13 +104,11 @@ fn gradients_agree_with_finite_differences() {
         let [q, k, v] = case.qkv(2);
         let (o, softmax_lse) = case.forward(&q, &k, &v);
         let d_o = Values::new(3).tensor(&case.device, &[8, 12]);
-        let [mut dq, mut dk, mut dv] = case.widths().map(|width| case.device.empty(SCRATCH, &[8, width]));
-        let saved = Saved { q: &q, k: &k, v: &v, o: &o, softmax_lse: &softmax_lse };
-        backward(&case.device, &case.shape, &case.tiles, &saved, &d_o, &mut dq, &mut dk, &mut dv);
+        let [dq, dk, dv] = case.backward([&q, &k, &v], &o, &softmax_lse, &d_o);
         let loss = |q: &[f32], k: &[f32], v: &[f32]| dot(d_o.f32s(), &case.reference(q, k, v));
-        assert_gradient("dq", q.f32s(), dq.f32s(), |q| loss(q, k.f32s(), v.f32s()));
-        assert_gradient("dk", k.f32s(), dk.f32s(), |k| loss(q.f32s(), k, v.f32s()));
-        assert_gradient("dv", v.f32s(), dv.f32s(), |v| loss(q.f32s(), k.f32s(), v));
+        assert_gradient("dq", q.f32s(), &dq, |q| loss(q, k.f32s(), v.f32s()));
+        assert_gradient("dk", k.f32s(), &dk, |k| loss(q.f32s(), k, v.f32s()));
+        assert_gradient("dv", v.f32s(), &dv, |v| loss(q.f32s(), k.f32s(), v));
     }
 }
 
@@ -108,10 +123,8 @@ fn packed_equals_unpacked_and_threads_do_not_matter() {
         };
         let [q, k, v] = [part(&whole[0]), part(&whole[1]), part(&whole[2])];
         let (o, softmax_lse) = case.forward(&q, &k, &v);
-        let [mut dq, mut dk, mut dv] = case.widths().map(|width| case.device.empty(SCRATCH, &[rows.len(), width]));
-        let saved = Saved { q: &q, k: &k, v: &v, o: &o, softmax_lse: &softmax_lse };
-        case.device.run(|| backward(&case.device, &case.shape, &case.tiles, &saved, &q, &mut dq, &mut dk, &mut dv));
-        [o, dq, dk, dv].map(|x| x.f32s().to_vec())
+        let [dq, dk, dv] = case.backward([&q, &k, &v], &o, &softmax_lse, &q);
+        [o.to_vec(), dq, dk, dv]
     };
     let packed = run(2, &[0, 77, 200], 0..200);
     assert_eq!(packed, run(1, &[0, 77, 200], 0..200), "thread counts must not change a bit");

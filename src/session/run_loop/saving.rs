@@ -45,8 +45,8 @@ pub(super) fn save(
         MethodKind::Full => {
             let path = folder.join(format!("model{suffix}"));
             let notes = export::model::save(&path, model.config(), Dtype::F32, checkpoint.path(), |name| {
-                let parameter = model.params().find(name).with_context(|| format!("the model has no {name}"))?;
-                let values = parameter.value.to_vec();
+                let id = model.params().find(name).with_context(|| format!("the model has no {name}"))?;
+                let values = model.params().to_vec(id);
                 model.device().check()?;
                 Ok(Cow::Owned(values))
             })?;
@@ -58,14 +58,14 @@ pub(super) fn save(
 /// The adapter of a model in PEFT's names.
 fn weights(model: &Transformer, method: &MethodConfig, base: &Path) -> Result<AdapterWeights> {
     let mut tensors = Vec::new();
-    for parameter in model.adapters() {
+    for (id, parameter) in model.adapters() {
         let Some((module, side)) = split(&parameter.name) else {
             bail!("{} is not a matrix of an adapter", parameter.name);
         };
         tensors.push(NamedTensor {
             name: adapter::tensor_name(module, side),
-            shape: parameter.value.shape().to_vec(),
-            data: parameter.value.to_vec(),
+            shape: parameter.shape.clone(),
+            data: model.params().to_vec(id),
         });
     }
     model.device().check()?;

@@ -44,6 +44,8 @@ pub struct Shape {
     pub ldb: usize,
     /// Values between rows of `c`.
     pub ldc: usize,
+    /// Values between rows of what is added.
+    pub ld_source: usize,
     /// Format of `c`; `a` and `b` are bf16.
     pub out: DType,
 }
@@ -57,6 +59,8 @@ pub struct Operands {
     pub b: u64,
     /// Address of `c`.
     pub c: u64,
+    /// Address of what is added, times `beta`.
+    pub source: u64,
     /// Factor on the product.
     pub alpha: f32,
     /// Factor on what `c` holds.
@@ -130,7 +134,7 @@ impl BlasLt {
             }
         };
         device.count_launch();
-        let Operands { a, b, c, alpha, beta } = operands;
+        let Operands { a, b, c, alpha, beta, .. } = operands;
         // SAFETY: descriptors and layouts describe the buffers whose addresses the caller passes; the stream orders their reuse.
         unsafe {
             lt::matmul(
@@ -158,7 +162,7 @@ impl BlasLt {
     /// A row-major matrix is the transpose of the column-major one with the same memory, so `cᵀ = bᵀ·aᵀ` is what the library computes:
     /// its m is our n, its first operand our `b`.
     fn plan(&self, shape: Shape) -> Result<Plan> {
-        let Shape { form, m, n, k, lda, ldb, ldc, out } = shape;
+        let Shape { form, m, n, k, lda, ldb, ldc, out, .. } = shape;
         let (transpose_first, transpose_second) = match form {
             Form::Nt => (true, false),
             Form::Nn => (false, false),

@@ -1,0 +1,144 @@
+//! From a configuration to parameters and the layers over them: which tensors lie in which matrix, and who reads what.
+
+use std::collections::HashMap;
+
+use anyhow::Context as _;
+
+use super::block::{Block, PROJECTIONS};
+use super::config::ModelConfig;
+use crate::base::error::Result;
+use crate::layers::attention::{Attention, QkNorms};
+use crate::layers::embedding::Embedding;
+use crate::layers::head::Head;
+use crate::layers::mlp::Mlp;
+use crate::layers::norm::RmsNorm;
+use crate::layers::parameter::{MatrixId, ParamId, Params, Part};
+use crate::layers::projection::{Linear, Projection};
+use crate::ops::attention::AttentionShape;
+use crate::tensor::{Device, MemoryCategory};
+
+/// A model whose parameters are all zero.
+pub(super) struct Skeleton {
+    pub params: Params,
+    pub embed_tokens: Embedding,
+    pub blocks: Vec<Block>,
+    pub head: Head,
+}
+
+/// Makes the parameters of `config.expected_tensors()`, in that order, and the layers. `rank(layer, module)` is the rank of the adapter that a
+/// projection will get, so that its matrix has room for it from the start; without room it grows when the adapter comes.
+pub(super) fn skeleton(config: &ModelConfig, device: &Device, rank: &dyn Fn(usize, &str) -> usize) -> Result<Skeleton> {
+    let mut params = Params::new(device);
+    let mut parts = HashMap::new();
+    let mut matrices = Vec::new();
+    for layer in 0..config.num_hidden_layers {
+        for (modules, sizes) in PROJECTIONS.into_iter().zip(sizes(config)) {
+            let columns: usize = modules.iter().map(|module| adapter_columns(device, rank(layer, module))).sum();
+            let out_features: usize = sizes.outputs.iter().sum();
+            let matrix = params.push_matrix(out_features + columns, device.stride(sizes.input + columns));
+            let mut row = 0;
+            for (module, &rows) in modules.iter().zip(&sizes.outputs) {
+                let part = Part { matrix, row, col: 0, rows, cols: sizes.input };
+                parts.insert(format!("model.layers.{layer}.{module}.weight"), part);
+                row += rows;
+            }
+            matrices.push(matrix);
+        }
+    }
+    for (name, shape) in config.expected_tensors() {
+        match parts.get(&name) {
+            Some(part) => params.push_part(&name, *part),
+            None => params.push(&name, device.zeros(MemoryCategory::Weights, &shape)),
+        };
+    }
+    device.check().context("making room for the weights")?;
+
+    let names = Names(params.iter().map(|(id, parameter)| (parameter.name.clone(), id)).collect());
+    let embed_tokens = Embedding { weight: names.id("model.embed_tokens.weight")? };
+    let weight = if config.tie_word_embeddings { embed_tokens.weight } else { names.id("lm_head.weight")? };
+    let head = Head { norm: names.norm("model.norm", config, config.hidden_size)?, weight };
+    let of_block = matrices.chunks_exact(PROJECTIONS.len()).enumerate();
+    let blocks = of_block.map(|(layer, matrices)| names.block(config, layer, matrices)).collect::<Result<Vec<_>>>()?;
+    Ok(Skeleton { params, embed_tokens, blocks, head })
+}
+
+/// Columns that an adapter of that rank takes in a matrix.
+pub(super) fn adapter_columns(device: &Device, rank: usize) -> usize {
+    device.padded(rank)
+}
+
+/// Widths of a projection's input and of its outputs.
+struct Sizes {
+    input: usize,
+    outputs: Vec<usize>,
+}
+
+/// Those of [`PROJECTIONS`].
+fn sizes(config: &ModelConfig) -> [Sizes; PROJECTIONS.len()] {
+    let (hidden, inner) = (config.hidden_size, config.intermediate_size);
+    let (q, kv) = (config.q_size(), config.kv_size());
+    let sizes = |input, outputs: &[usize]| Sizes { input, outputs: outputs.to_vec() };
+    [sizes(hidden, &[q, kv, kv]), sizes(q, &[hidden]), sizes(hidden, &[inner, inner]), sizes(inner, &[hidden])]
+}
+
+/// Parameters by name.
+struct Names(HashMap<String, ParamId>);
+
+impl Names {
+    fn id(&self, name: &str) -> Result<ParamId> {
+        self.0.get(name).copied().with_context(|| format!("the model has no tensor {name}"))
+    }
+
+    fn norm(&self, module: &str, config: &ModelConfig, width: usize) -> Result<RmsNorm> {
+        Ok(RmsNorm { weight: self.id(&format!("{module}.weight"))?, eps: config.rms_norm_eps as f32, width })
+    }
+
+    fn projection(&self, block: &str, modules: &[&str], sizes: &Sizes, matrix: MatrixId) -> Result<Projection> {
+        let mut first = 0;
+        let linears = modules.iter().zip(&sizes.outputs).map(|(module, &out_features)| {
+            let weight = self.id(&format!("{block}.{module}.weight"))?;
+            // The configuration said which tensors there are.
+            let bias = self.0.get(&format!("{block}.{module}.bias")).copied();
+            let linear = Linear { weight, bias, lora: None, first, out_features };
+            first += out_features;
+            Ok(linear)
+        });
+        let linears = linears.collect::<Result<_>>()?;
+        Ok(Projection { linears, matrix, in_features: sizes.input, out_features: first, adapter_columns: 0 })
+    }
+
+    fn block(&self, config: &ModelConfig, index: usize, matrices: &[MatrixId]) -> Result<Block> {
+        let name = format!("model.layers.{index}");
+        let attn = format!("{name}.self_attn");
+        let all_sizes = sizes(config);
+        let made = PROJECTIONS.iter().zip(&all_sizes).zip(matrices);
+        let made = made.map(|((modules, sizes), &matrix)| self.projection(&name, modules, sizes, matrix));
+        let made: Vec<Projection> = made.collect::<Result<_>>()?;
+        let [qkv_proj, o_proj, gate_up_proj, down_proj] =
+            made.try_into().ok().context("a block has four projections")?;
+        let head_norm = |module: &str| self.norm(&format!("{attn}.{module}"), config, config.head_dim);
+        let qk_norm = || Ok::<_, anyhow::Error>(QkNorms { q_norm: head_norm("q_norm")?, k_norm: head_norm("k_norm")? });
+        Ok(Block {
+            index: index as u32,
+            input_layernorm: self.norm(&format!("{name}.input_layernorm"), config, config.hidden_size)?,
+            self_attn: Attention {
+                qkv_proj,
+                o_proj,
+                qk_norm: config.qk_norm.then(qk_norm).transpose()?,
+                shape: AttentionShape {
+                    num_heads: config.num_attention_heads,
+                    num_kv_heads: config.num_key_value_heads,
+                    head_dim: config.head_dim,
+                    scale: (1.0 / (config.head_dim as f64).sqrt()) as f32,
+                },
+            },
+            post_attention_layernorm: self.norm(
+                &format!("{name}.post_attention_layernorm"),
+                config,
+                config.hidden_size,
+            )?,
+            mlp: Mlp { gate_up_proj, down_proj },
+            window: config.sliding_window[index],
+        })
+    }
+}
