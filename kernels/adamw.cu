@@ -19,10 +19,11 @@ struct Entry {
     float* m;
     float* v;
     int64_t n;
+    int64_t working_stride;  // values between rows of `working`
+    int32_t working_cols;    // values a row of it has
     int32_t decays;
-    int32_t padding;
 };
-static_assert(sizeof(Entry) == 56, "the host's struct has 56 bytes");
+static_assert(sizeof(Entry) == 64, "the host's struct has 64 bytes");
 
 struct Chunk {
     int32_t tensor;
@@ -88,6 +89,9 @@ extern "C" __global__ void __launch_bounds__(512) adamw(const Entry* entries, co
         entry.param[i] = w;
         entry.m[i] = m;
         entry.v[i] = v;
-        if (entry.working != nullptr) entry.working[i] = to_bf16(w);
+        if (entry.working != nullptr) {
+            const int64_t row = i / entry.working_cols;
+            entry.working[row * entry.working_stride + (i - row * entry.working_cols)] = to_bf16(w);
+        }
     });
 }

@@ -37,81 +37,82 @@ __device__ __forceinline__ void store(bf16* to, const float (&from)[MAX_PER_LANE
 /// bounds [2, T]: first row and one past the last row of each row's document. Grid: (T, heads / warps a block).
 extern "C" __global__ void __launch_bounds__(128) attention_plain_forward(const bf16* q, const bf16* k, const bf16* v, bf16* o, float* lse,
                                                                           const int* bounds, int tokens, int heads, int kv_heads, int d,
-                                                                          float scale, int window) {
+                                                                          float scale, int window, int64_t q_stride, int64_t k_stride,
+                                                                          int64_t v_stride, int64_t o_stride) {
     const int head = blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int row = blockIdx.x;
     if (head >= heads) return;
-    const int kv_head = head / (heads / kv_heads);
+    const int kv_at = head / (heads / kv_heads) * d;
     float query[MAX_PER_LANE], sum[MAX_PER_LANE] = {}, x[MAX_PER_LANE];
-    load(query, q + (int64_t(row) * heads + head) * d, d, lane);
+    load(query, q + row * q_stride + head * d, d, lane);
     float most = -INFINITY, total = 0.0f;
     const int first = max(bounds[row], row + 1 - min(window, row + 1));
     for (int key = first; key <= row; ++key) {
-        const int64_t at = (int64_t(key) * kv_heads + kv_head) * d;
-        load(x, k + at, d, lane);
+        load(x, k + key * k_stride + kv_at, d, lane);
         const float score = dot(query, x) * scale;
         const float top = fmaxf(most, score);
         const float keep = __expf(most - top), p = __expf(score - top);
-        load(x, v + at, d, lane);
+        load(x, v + key * v_stride + kv_at, d, lane);
 #pragma unroll
         for (int i = 0; i < MAX_PER_LANE; ++i) sum[i] = sum[i] * keep + p * x[i];
         total = total * keep + p;
         most = top;
     }
-    store(o + (int64_t(row) * heads + head) * d, sum, 1.0f / total, d, lane);
+    store(o + row * o_stride + head * d, sum, 1.0f / total, d, lane);
     if (lane == 0) lse[int64_t(row) * heads + head] = most + __logf(total);
 }
 
 /// dq of each row and head. Grid as above.
 extern "C" __global__ void __launch_bounds__(128) attention_plain_dq(const bf16* q, const bf16* k, const bf16* v, const bf16* o,
-                                                                     const float* lse, const bf16* d_o, bf16* dq, const int* bounds,
-                                                                     int tokens, int heads, int kv_heads, int d, float scale, int window) {
+                                                                     const float* lse, const bf16* d_o, bf16* dq, bf16* dk, bf16* dv,
+                                                                     const int* bounds, int tokens, int heads, int kv_heads, int d,
+                                                                     float scale, int window, int64_t q_stride, int64_t k_stride,
+                                                                     int64_t v_stride, int64_t o_stride, int64_t do_stride,
+                                                                     int64_t dqkv_stride) {
     const int head = blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int row = blockIdx.x;
     if (head >= heads) return;
-    const int kv_head = head / (heads / kv_heads);
-    const int64_t at_row = (int64_t(row) * heads + head) * d;
+    const int at = head * d, kv_at = head / (heads / kv_heads) * d;
     float query[MAX_PER_LANE], gradient[MAX_PER_LANE], x[MAX_PER_LANE], sum[MAX_PER_LANE] = {};
-    load(query, q + at_row, d, lane);
-    load(gradient, d_o + at_row, d, lane);
-    load(x, o + at_row, d, lane);
+    load(query, q + row * q_stride + at, d, lane);
+    load(gradient, d_o + row * do_stride + at, d, lane);
+    load(x, o + row * o_stride + at, d, lane);
     const float delta = dot(gradient, x), log_sum = lse[int64_t(row) * heads + head];
     const int first = max(bounds[row], row + 1 - min(window, row + 1));
     for (int key = first; key <= row; ++key) {
-        const int64_t at = (int64_t(key) * kv_heads + kv_head) * d;
-        load(x, v + at, d, lane);
+        load(x, v + key * v_stride + kv_at, d, lane);
         const float dp = dot(gradient, x);
-        load(x, k + at, d, lane);
+        load(x, k + key * k_stride + kv_at, d, lane);
         const float p = __expf(dot(query, x) * scale - log_sum);
         const float ds = p * (dp - delta);
 #pragma unroll
         for (int i = 0; i < MAX_PER_LANE; ++i) sum[i] += ds * x[i];
     }
-    store(dq + at_row, sum, scale, d, lane);
+    store(dq + row * dqkv_stride + at, sum, scale, d, lane);
 }
 
 /// dk and dv of each row and key head. Grid: (T, kv_heads / warps a block).
 extern "C" __global__ void __launch_bounds__(128) attention_plain_dkv(const bf16* q, const bf16* k, const bf16* v, const bf16* o,
-                                                                      const float* lse, const bf16* d_o, bf16* dk, bf16* dv,
+                                                                      const float* lse, const bf16* d_o, bf16* dq, bf16* dk, bf16* dv,
                                                                       const int* bounds, int tokens, int heads, int kv_heads, int d,
-                                                                      float scale, int window) {
+                                                                      float scale, int window, int64_t q_stride, int64_t k_stride,
+                                                                      int64_t v_stride, int64_t o_stride, int64_t do_stride,
+                                                                      int64_t dqkv_stride) {
     const int kv_head = blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int row = blockIdx.x;
     if (kv_head >= kv_heads) return;
-    const int group = heads / kv_heads;
-    const int64_t at_key = (int64_t(row) * kv_heads + kv_head) * d;
+    const int group = heads / kv_heads, kv_at = kv_head * d;
     float key[MAX_PER_LANE], value[MAX_PER_LANE], x[MAX_PER_LANE], y[MAX_PER_LANE], sum_k[MAX_PER_LANE] = {}, sum_v[MAX_PER_LANE] = {};
-    load(key, k + at_key, d, lane);
-    load(value, v + at_key, d, lane);
+    load(key, k + row * k_stride + kv_at, d, lane);
+    load(value, v + row * v_stride + kv_at, d, lane);
     const int last = min(bounds[tokens + row], window > tokens ? tokens : row + window);
     for (int query = row; query < last; ++query) {
         for (int g = 0; g < group; ++g) {
             const int head = kv_head * group + g;
-            const int64_t at = (int64_t(query) * heads + head) * d;
-            load(x, d_o + at, d, lane);
-            load(y, o + at, d, lane);
+            load(x, d_o + query * do_stride + head * d, d, lane);
+            load(y, o + query * o_stride + head * d, d, lane);
             const float delta = dot(x, y), dp = dot(x, value);
-            load(y, q + at, d, lane);
+            load(y, q + query * q_stride + head * d, d, lane);
             const float p = __expf(dot(y, key) * scale - lse[int64_t(query) * heads + head]);
             const float ds = p * (dp - delta);
 #pragma unroll
@@ -121,6 +122,6 @@ extern "C" __global__ void __launch_bounds__(128) attention_plain_dkv(const bf16
             }
         }
     }
-    store(dk + at_key, sum_k, scale, d, lane);
-    store(dv + at_key, sum_v, 1.0f, d, lane);
+    store(dk + row * dqkv_stride + kv_at, sum_k, scale, d, lane);
+    store(dv + row * dqkv_stride + kv_at, sum_v, 1.0f, d, lane);
 }

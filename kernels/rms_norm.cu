@@ -1,4 +1,4 @@
-//! RMSNorm: CUDA form of src/ops/rms_norm.rs. One warp a row up to 1,024 values, one block a row beyond.
+//! RMSNorm: CUDA form of src/ops/rms_norm.rs. One warp a row up to 1,024 values, one block a row beyond. Widths and strides are multiples of 8.
 
 #include "common.cuh"
 
@@ -16,7 +16,7 @@ __device__ __forceinline__ float row_sum(float x, float* shared) {
 
 template <bool WARP_ROW>
 __device__ __forceinline__ void forward(const bf16* __restrict__ x, const bf16* __restrict__ weight, bf16* __restrict__ y,
-                                        float* __restrict__ rstd, int64_t rows, int width, float eps) {
+                                        float* __restrict__ rstd, int64_t rows, int width, int64_t y_stride, float eps) {
     __shared__ float shared[WARP];
     const int lane = WARP_ROW ? threadIdx.x % WARP : threadIdx.x;
     const int lanes = WARP_ROW ? WARP : blockDim.x;
@@ -24,7 +24,7 @@ __device__ __forceinline__ void forward(const bf16* __restrict__ x, const bf16* 
     if (row >= rows) return;
     const Bf16x8* in = reinterpret_cast<const Bf16x8*>(x + row * width);
     const Bf16x8* w = reinterpret_cast<const Bf16x8*>(weight);
-    Bf16x8* out = reinterpret_cast<Bf16x8*>(y + row * width);
+    Bf16x8* out = reinterpret_cast<Bf16x8*>(y + row * y_stride);
     const int vectors = width / 8;
     float sum = 0.0f;
     for (int i = lane; i < vectors; i += lanes) {
@@ -51,7 +51,8 @@ __device__ __forceinline__ void forward(const bf16* __restrict__ x, const bf16* 
 
 template <bool WARP_ROW>
 __device__ __forceinline__ void backward(const bf16* __restrict__ dy, const bf16* __restrict__ x, const bf16* __restrict__ weight,
-                                         const float* __restrict__ rstd, bf16* __restrict__ dx, int64_t rows, int width, int accumulate) {
+                                         const float* __restrict__ rstd, bf16* __restrict__ dx, int64_t rows, int width, int64_t dx_stride,
+                                         int accumulate) {
     __shared__ float shared[WARP];
     const int lane = WARP_ROW ? threadIdx.x % WARP : threadIdx.x;
     const int lanes = WARP_ROW ? WARP : blockDim.x;
@@ -60,7 +61,7 @@ __device__ __forceinline__ void backward(const bf16* __restrict__ dy, const bf16
     const Bf16x8* gradient = reinterpret_cast<const Bf16x8*>(dy + row * width);
     const Bf16x8* in = reinterpret_cast<const Bf16x8*>(x + row * width);
     const Bf16x8* w = reinterpret_cast<const Bf16x8*>(weight);
-    Bf16x8* out = reinterpret_cast<Bf16x8*>(dx + row * width);
+    Bf16x8* out = reinterpret_cast<Bf16x8*>(dx + row * dx_stride);
     const int vectors = width / 8;
     float sum = 0.0f;
     for (int i = lane; i < vectors; i += lanes) {
@@ -93,26 +94,24 @@ __device__ __forceinline__ void backward(const bf16* __restrict__ dy, const bf16
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(256) rms_norm_forward_warp(const bf16* x, const bf16* weight, bf16* y, float* rstd,
-                                                                        int64_t rows, int width, float eps) {
-    forward<true>(x, weight, y, rstd, rows, width, eps);
+extern "C" __global__ void __launch_bounds__(256) rms_norm_forward_warp(const bf16* x, const bf16* weight, bf16* y, float* rstd, int64_t rows, int width,
+        int64_t y_stride, float eps) {
+    forward<true>(x, weight, y, rstd, rows, width, y_stride, eps);
 }
 
-extern "C" __global__ void __launch_bounds__(512) rms_norm_forward_block(const bf16* x, const bf16* weight, bf16* y, float* rstd,
-                                                                         int64_t rows, int width, float eps) {
-    forward<false>(x, weight, y, rstd, rows, width, eps);
+extern "C" __global__ void __launch_bounds__(512) rms_norm_forward_block(const bf16* x, const bf16* weight, bf16* y, float* rstd, int64_t rows, int width,
+        int64_t y_stride, float eps) {
+    forward<false>(x, weight, y, rstd, rows, width, y_stride, eps);
 }
 
-extern "C" __global__ void __launch_bounds__(256) rms_norm_backward_warp(const bf16* dy, const bf16* x, const bf16* weight,
-                                                                         const float* rstd, bf16* dx, int64_t rows, int width,
-                                                                         int accumulate) {
-    backward<true>(dy, x, weight, rstd, dx, rows, width, accumulate);
+extern "C" __global__ void __launch_bounds__(256) rms_norm_backward_warp(const bf16* dy, const bf16* x, const bf16* weight, const float* rstd, bf16* dx, int64_t rows,
+        int width, int64_t dx_stride, int accumulate) {
+    backward<true>(dy, x, weight, rstd, dx, rows, width, dx_stride, accumulate);
 }
 
-extern "C" __global__ void __launch_bounds__(512) rms_norm_backward_block(const bf16* dy, const bf16* x, const bf16* weight,
-                                                                          const float* rstd, bf16* dx, int64_t rows, int width,
-                                                                          int accumulate) {
-    backward<false>(dy, x, weight, rstd, dx, rows, width, accumulate);
+extern "C" __global__ void __launch_bounds__(512) rms_norm_backward_block(const bf16* dy, const bf16* x, const bf16* weight, const float* rstd, bf16* dx, int64_t rows,
+        int width, int64_t dx_stride, int accumulate) {
+    backward<false>(dy, x, weight, rstd, dx, rows, width, dx_stride, accumulate);
 }
 
 /// Partial sums of the weight's gradient over runs of 64 rows: partials [ceil(rows / 64), width]. Grid: (runs, ceil(width / 256)).

@@ -8,54 +8,82 @@ namespace {
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
 
-}  // namespace
+/// Which run of eight columns of [rows, width] this thread has; the last run of a row may be shorter.
+struct Run {
+    int64_t row;
+    int column;
+    int columns;
+    __device__ __forceinline__ Run(int width) {
+        const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+        const int runs = (width + 7) / 8;
+        row = i / runs;
+        column = int(i - row * runs) * 8;
+        columns = min(8, width - column);
+    }
+};
 
-/// h = bf16(silu(gate)) · up.
-extern "C" __global__ void __launch_bounds__(256) swiglu_forward(const bf16* gate, const bf16* up, bf16* h, int64_t n) {
-    const int64_t first = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * 8;
-    if (first + 8 <= n) {
-        float e[8], g[8];
-        reinterpret_cast<const Bf16x8*>(gate + first)->unpack(e);
-        reinterpret_cast<const Bf16x8*>(up + first)->unpack(g);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) e[j] = to_float(to_bf16(e[j] * sigmoid(e[j]))) * g[j];
-        Bf16x8 packed;
-        packed.pack(e);
-        *reinterpret_cast<Bf16x8*>(h + first) = packed;
+/// Eight values from any address, zeros behind `count`.
+__device__ __forceinline__ void load(float (&to)[8], const bf16* from, int count, bool vector) {
+    if (vector) {
+        reinterpret_cast<const Bf16x8*>(from)->unpack(to);
     } else {
-        for (int64_t i = first; i < n; ++i) {
-            const float e = to_float(gate[i]);
-            h[i] = to_bf16(to_float(to_bf16(e * sigmoid(e))) * to_float(up[i]));
-        }
+#pragma unroll
+        for (int j = 0; j < 8; ++j) to[j] = j < count ? to_float(from[j]) : 0.0f;
     }
 }
 
-/// In place: gate becomes dh·up·σ·(1 + gate·(1 − σ)), up becomes dh·silu(gate).
-extern "C" __global__ void __launch_bounds__(256) swiglu_backward(const bf16* dh, bf16* gate, bf16* up, int64_t n) {
-    const int64_t first = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * 8;
-    if (first + 8 <= n) {
-        float d[8], e[8], g[8];
-        reinterpret_cast<const Bf16x8*>(dh + first)->unpack(d);
-        reinterpret_cast<const Bf16x8*>(gate + first)->unpack(e);
-        reinterpret_cast<const Bf16x8*>(up + first)->unpack(g);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            const float s = sigmoid(e[j]);
-            const float de = d[j] * g[j] * s * (1.0f + e[j] * (1.0f - s));
-            g[j] = d[j] * e[j] * s;
-            e[j] = de;
-        }
+__device__ __forceinline__ void store(bf16* to, const float (&from)[8], int count, bool vector) {
+    if (vector) {
         Bf16x8 packed;
-        packed.pack(e);
-        *reinterpret_cast<Bf16x8*>(gate + first) = packed;
-        packed.pack(g);
-        *reinterpret_cast<Bf16x8*>(up + first) = packed;
+        packed.pack(from);
+        *reinterpret_cast<Bf16x8*>(to) = packed;
     } else {
-        for (int64_t i = first; i < n; ++i) {
-            const float d = to_float(dh[i]), e = to_float(gate[i]), g = to_float(up[i]);
-            const float s = sigmoid(e);
-            gate[i] = to_bf16(d * g * s * (1.0f + e * (1.0f - s)));
-            up[i] = to_bf16(d * e * s);
-        }
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+            if (j < count) to[j] = to_bf16(from[j]);
     }
+}
+
+/// Whether all runs of rows can be moved in vectors: widths and strides are multiples of 8, and so are the columns that they start at.
+__device__ __forceinline__ bool vectors(int width, int64_t a_stride, int64_t b_stride) {
+    return ((width | a_stride | b_stride) & 7) == 0;
+}
+
+}  // namespace
+
+/// h = bf16(silu(gate)) · up with gate_up [rows, 2·width]: gate in the first half of the columns.
+extern "C" __global__ void __launch_bounds__(256) swiglu_forward(const bf16* gate_up, bf16* h, int64_t rows, int width,
+                                                                 int64_t gate_up_stride, int64_t h_stride) {
+    const Run run(width);
+    if (run.row >= rows) return;
+    const bool vector = vectors(width, gate_up_stride, h_stride);
+    const bf16* gate = gate_up + run.row * gate_up_stride + run.column;
+    float e[8], g[8];
+    load(e, gate, run.columns, vector);
+    load(g, gate + width, run.columns, vector);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) e[j] = to_float(to_bf16(e[j] * sigmoid(e[j]))) * g[j];
+    store(h + run.row * h_stride + run.column, e, run.columns, vector);
+}
+
+/// In place: gate becomes dh·up·σ·(1 + gate·(1 − σ)), up becomes dh·silu(gate).
+extern "C" __global__ void __launch_bounds__(256) swiglu_backward(const bf16* dh, bf16* gate_up, int64_t rows, int width,
+                                                                  int64_t dh_stride, int64_t gate_up_stride) {
+    const Run run(width);
+    if (run.row >= rows) return;
+    const bool vector = vectors(width, gate_up_stride, dh_stride);
+    bf16* gate = gate_up + run.row * gate_up_stride + run.column;
+    float d[8], e[8], g[8];
+    load(d, dh + run.row * dh_stride + run.column, run.columns, vector);
+    load(e, gate, run.columns, vector);
+    load(g, gate + width, run.columns, vector);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        const float s = sigmoid(e[j]);
+        const float de = d[j] * g[j] * s * (1.0f + e[j] * (1.0f - s));
+        g[j] = d[j] * e[j] * s;
+        e[j] = de;
+    }
+    store(gate, e, run.columns, vector);
+    store(gate + width, g, run.columns, vector);
 }
