@@ -13,10 +13,12 @@ struct MatmulParams {
     const bf16* a;
     const bf16* b;
     void* c;
+    /// What is added, scaled by beta, in the format of `c`: `c` itself when it accumulates.
+    const void* source;
     /// Sums of the slices of a product that is split over k: f32 [slices, m, n]; null when it is not split.
     float* partials;
     /// Values between rows.
-    int64_t lda, ldb, ldc;
+    int64_t lda, ldb, ldc, ld_source;
     int m, n, k;
     /// Length of the sums of one slice (`blockIdx.z`).
     int k_slice;
@@ -26,14 +28,14 @@ struct MatmulParams {
     float alpha, beta;
 };
 // Fields of 8 bytes, then fields of 4: with this size there is no padding, so their order fixes every offset.
-static_assert(sizeof(MatmulParams) == 7 * 8 + 8 * 4, "size of MatmulParams");
+static_assert(sizeof(MatmulParams) == 9 * 8 + 8 * 4, "size of MatmulParams");
 
 namespace {
 
-/// `c` is f32, not bf16.
+/// `c` and `source` are f32, not bf16.
 constexpr uint32_t OUT_F32 = 1;
 /// Rows of the operand start at multiples of 16 bytes.
-constexpr uint32_t A_VECTOR = 2, B_VECTOR = 4, C_VECTOR = 8;
+constexpr uint32_t A_VECTOR = 2, B_VECTOR = 4, C_VECTOR = 8, SOURCE_VECTOR = 16;
 
 enum class Form { Nt, Nn, Tn };
 
@@ -197,11 +199,11 @@ __device__ __forceinline__ void store_eight(bf16* to, uint32_t (&v)[4], int coun
     }
 }
 
-/// Writes a warp's sums, rows from `row` and columns from `column` on, as f32: `c = alpha · sums + beta · c`. What 16 rows of `c` hold is read
-/// before the first of them is written, so that the reads overlap.
+/// Writes a warp's sums, rows from `row` and columns from `column` on, as f32: `c = alpha · sums + beta · source`. What 16 rows of `source` hold
+/// is read before the first row of `c` is written, so that the reads overlap.
 template <int MI, int NI>
-__device__ __forceinline__ void store_f32(const float (&sums)[MI][NI][4], float* c, int64_t ld, int row, int column, int m, int n,
-                                          float alpha, float beta, bool vector) {
+__device__ __forceinline__ void store_f32(const float (&sums)[MI][NI][4], float* c, int64_t ld, bool vector, const float* source,
+                                          int64_t source_ld, bool source_vector, int row, int column, int m, int n, float alpha, float beta) {
     const int lane = threadIdx.x % WARP;
     row += lane / 4;
     column += lane % 4 * 2;
@@ -215,8 +217,8 @@ __device__ __forceinline__ void store_f32(const float (&sums)[MI][NI][4], float*
 #pragma unroll
                 for (int j = 0; j < NI; ++j) {
                     const int count = y < m ? n - column - j * 8 : 0;
-                    const float* from = c + y * ld + column + j * 8;
-                    if (vector && count >= 2) {
+                    const float* from = source + y * source_ld + column + j * 8;
+                    if (source_vector && count >= 2) {
                         before[half][j] = *reinterpret_cast<const float2*>(from);
                     } else {
                         if (count >= 1) before[half][j].x = from[0];
@@ -245,41 +247,41 @@ __device__ __forceinline__ void store_f32(const float (&sums)[MI][NI][4], float*
     }
 }
 
-/// A warp's part of a bf16 matrix, eight values of a row a register group, spread over the lanes as memory has it: lane 4·y + g has the g-th
+/// A warp's part of a bf16 `c` and of its source, eight values of a row a register group, spread over the lanes as memory has it: lane 4·y + g has the g-th
 /// eight columns of each 32 in row y.
 template <int MI, int NI>
 struct WarpTile {
     static constexpr int GROUPS = (NI + 3) / 4;
     static_assert(NI <= 4 || NI % 4 == 0, "columns of a warp");
     bf16* c;
-    int64_t ld;
+    const bf16* source;
+    int64_t ld, source_ld;
     int row, column, m, n;
-    bool vector;
+    bool vector, source_vector;
 
     __device__ __forceinline__ int lane() const { return threadIdx.x % WARP; }
     __device__ __forceinline__ int y(int i, int half) const { return row + i * 16 + half * 8 + lane() / 4; }
     __device__ __forceinline__ int x(int group) const { return column + (group * 4 + lane() % 4) * 8; }
-    __device__ __forceinline__ bf16* at(int i, int half, int group) const { return c + y(i, half) * ld + x(group); }
     /// How many of the eight values exist; with fewer than 32 columns in all, some lanes have none.
     __device__ __forceinline__ int count(int i, int half, int group) const {
         return y(i, half) < m && group * 4 + lane() % 4 < NI ? n - x(group) : 0;
     }
     __device__ __forceinline__ void load(uint32_t (&v)[4], int i, int half, int group) const {
-        load_eight(v, at(i, half, group), count(i, half, group), vector);
+        load_eight(v, source + y(i, half) * source_ld + x(group), count(i, half, group), source_vector);
     }
     __device__ __forceinline__ void store(uint32_t (&v)[4], int i, int half, int group) const {
-        store_eight(at(i, half, group), v, count(i, half, group), vector);
+        store_eight(c + y(i, half) * ld + x(group), v, count(i, half, group), vector);
     }
 };
 
-/// As `store_f32`, rounded to bf16 once. Four lanes exchange their pairs, so that each reads and writes 16 bytes of a row. `early` holds what
-/// `tile` held, where `EARLY` says so.
+/// As `store_f32`, rounded to bf16 once. Four lanes exchange their pairs, so that each reads and writes 16 bytes of a row. `early` holds the
+/// source, where `EARLY` says so.
 template <bool EARLY, int MI, int NI, int GROUPS>
 __device__ __forceinline__ void store_bf16(const float (&sums)[MI][NI][4], const WarpTile<MI, NI>& tile, uint32_t (&early)[MI][2][GROUPS][4],
                                            float alpha, float beta) {
 #pragma unroll
     for (int i = 0; i < MI; ++i) {
-        // All that 16 rows hold is read before the first of them is written, so that the reads overlap.
+        // All that 16 rows of the source hold is read before the first row is written, so that the reads overlap.
         uint32_t values[2][GROUPS][4] = {};
         if (beta != 0.0f) {
 #pragma unroll
@@ -315,9 +317,9 @@ __device__ __forceinline__ void store_bf16(const float (&sums)[MI][NI][4], const
     }
 }
 
-/// One tile of BM×BN, DEPTH of the sums a stage, WM×WN a warp. With `EARLY_C` what a bf16 `c` holds is read before the sums are made: for short
-/// sums, where reading and writing `c` is most of the work.
-template <Form FORM, int BM, int BN, int DEPTH, int WM, int WN, int STAGES, bool EARLY_C = false>
+/// One tile of BM×BN, DEPTH of the sums a stage, WM×WN a warp. With `EARLY` a bf16 source is read before the sums are made: for short sums,
+/// where reading the source and writing `c` is most of the work.
+template <Form FORM, int BM, int BN, int DEPTH, int WM, int WN, int STAGES, bool EARLY = false>
 __device__ __forceinline__ void product(const MatmulParams& p) {
     constexpr int THREADS = (BM / WM) * (BN / WN) * WARP, MI = WM / 16, NI = WN / 8, STEPS = DEPTH / 16;
     using A = Operand<true, BM, DEPTH, FORM != Form::Tn, THREADS>;
@@ -340,10 +342,11 @@ __device__ __forceinline__ void product(const MatmulParams& p) {
     const int tiles = (k_end - k_begin + DEPTH - 1) / DEPTH;
 
     const bool partial = p.partials;
-    const WarpTile<MI, NI> out{static_cast<bf16*>(p.c), p.ldc, row + warp_row, column + warp_column, p.m, p.n, bool(p.flags & C_VECTOR)};
+    const WarpTile<MI, NI> out{static_cast<bf16*>(p.c), static_cast<const bf16*>(p.source), p.ldc, p.ld_source, row + warp_row,
+                               column + warp_column, p.m, p.n, bool(p.flags & C_VECTOR), bool(p.flags & SOURCE_VECTOR)};
     uint32_t early[MI][2][decltype(out)::GROUPS][4];
     const auto load_early = [&] {
-        if (!EARLY_C || p.beta == 0.0f || partial || p.flags & OUT_F32) return;
+        if (!EARLY || p.beta == 0.0f || partial || p.flags & OUT_F32) return;
 #pragma unroll
         for (int i = 0; i < MI; ++i) {
 #pragma unroll
@@ -371,8 +374,8 @@ __device__ __forceinline__ void product(const MatmulParams& p) {
     load_early();
     float sums[MI][NI][4] = {};
     // Two sets; the second starts as zeros, which the first round multiplies in place of a step before the first. Short sums need the
-    // registers for what `c` holds, and make do with one set.
-    constexpr int SETS = EARLY_C ? 1 : 2;
+    // registers for the source, and make do with one set.
+    constexpr int SETS = EARLY ? 1 : 2;
     uint32_t a_fragments[SETS][MI][4] = {}, b_fragments[SETS][NI / 2][4] = {};
     const auto load_fragments = [&](int set, uint32_t stage, int step) {
 #pragma unroll
@@ -426,10 +429,11 @@ __device__ __forceinline__ void product(const MatmulParams& p) {
 
     if (partial || p.flags & OUT_F32) {
         float* c = partial ? p.partials + int64_t(blockIdx.z) * p.m * p.n : static_cast<float*>(p.c);
-        store_f32<MI, NI>(sums, c, partial ? p.n : p.ldc, out.row, out.column, p.m, p.n, partial ? 1.0f : p.alpha,
-                          partial ? 0.0f : p.beta, partial ? p.n % 2 == 0 : p.flags & C_VECTOR);
+        store_f32<MI, NI>(sums, c, partial ? p.n : p.ldc, partial ? p.n % 2 == 0 : p.flags & C_VECTOR,
+                          static_cast<const float*>(p.source), p.ld_source, p.flags & SOURCE_VECTOR, out.row, out.column, p.m, p.n,
+                          partial ? 1.0f : p.alpha, partial ? 0.0f : p.beta);
     } else {
-        store_bf16<EARLY_C>(sums, out, early, p.alpha, p.beta);
+        store_bf16<EARLY>(sums, out, early, p.alpha, p.beta);
     }
 }
 
@@ -492,14 +496,15 @@ extern "C" __global__ void __launch_bounds__(256) matmul_reduce(const __grid_con
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         if (first + i >= count) return;
-        const int64_t at = (first + i) / p.n * p.ldc + (first + i) % p.n;
+        const int64_t row = (first + i) / p.n, column = (first + i) % p.n;
+        const int64_t to = row * p.ldc + column, from = row * p.ld_source + column;
         const float value = p.alpha * sums[i];
         if (p.flags & OUT_F32) {
-            float* c = static_cast<float*>(p.c) + at;
-            *c = p.beta != 0.0f ? fmaf(p.beta, *c, value) : value;
+            const float* source = static_cast<const float*>(p.source);
+            static_cast<float*>(p.c)[to] = p.beta != 0.0f ? fmaf(p.beta, source[from], value) : value;
         } else {
-            bf16* c = static_cast<bf16*>(p.c) + at;
-            *c = to_bf16(p.beta != 0.0f ? fmaf(p.beta, to_float(*c), value) : value);
+            const bf16* source = static_cast<const bf16*>(p.source);
+            static_cast<bf16*>(p.c)[to] = to_bf16(p.beta != 0.0f ? fmaf(p.beta, to_float(source[from]), value) : value);
         }
     }
 }

@@ -18,6 +18,8 @@ pub struct MatmulParams {
     pub b: u64,
     /// Result, bf16 or f32.
     pub c: u64,
+    /// What is added, scaled by beta, in the format of `c`: `c` itself when it accumulates.
+    pub source: u64,
     /// f32 [split, m, n], or 0 when the product is not split.
     pub partials: u64,
     /// Values between rows of `a`.
@@ -26,6 +28,8 @@ pub struct MatmulParams {
     pub ldb: i64,
     /// Values between rows of `c`.
     pub ldc: i64,
+    /// Values between rows of `source`.
+    pub ld_source: i64,
     /// Rows of `c`.
     pub m: i32,
     /// Columns of `c`.
@@ -36,23 +40,24 @@ pub struct MatmulParams {
     pub k_slice: i32,
     /// Tile rows that are walked together.
     pub raster_rows: i32,
-    /// [`OUT_F32`], [`A_VECTOR`], [`B_VECTOR`], [`C_VECTOR`].
+    /// [`OUT_F32`], [`A_VECTOR`], [`B_VECTOR`], [`C_VECTOR`], [`SOURCE_VECTOR`].
     pub flags: u32,
     /// Factor on the product.
     pub alpha: f32,
-    /// Factor on what `c` holds; with 0 it is not read.
+    /// Factor on `source`; with 0 it is not read.
     pub beta: f32,
 }
 
 const _: () = {
     use std::mem::offset_of;
-    assert!(size_of::<MatmulParams>() == 88 && align_of::<MatmulParams>() == 8, "layout of MatmulParams");
-    assert!(offset_of!(MatmulParams, partials) == 24 && offset_of!(MatmulParams, ldc) == 48);
-    assert!(offset_of!(MatmulParams, k_slice) == 68 && offset_of!(MatmulParams, flags) == 76);
-    assert!(offset_of!(MatmulParams, beta) == 84);
+    assert!(size_of::<MatmulParams>() == 104 && align_of::<MatmulParams>() == 8, "layout of MatmulParams");
+    assert!(offset_of!(MatmulParams, source) == 24 && offset_of!(MatmulParams, partials) == 32);
+    assert!(offset_of!(MatmulParams, ldc) == 56 && offset_of!(MatmulParams, ld_source) == 64);
+    assert!(offset_of!(MatmulParams, k_slice) == 84 && offset_of!(MatmulParams, flags) == 92);
+    assert!(offset_of!(MatmulParams, beta) == 100);
 };
 
-/// Flag: `c` is f32, not bf16.
+/// Flag: `c` and `source` are f32, not bf16.
 pub const OUT_F32: u32 = 1;
 /// Flag: rows of `a` start at multiples of 16 bytes.
 pub const A_VECTOR: u32 = 2;
@@ -60,6 +65,8 @@ pub const A_VECTOR: u32 = 2;
 pub const B_VECTOR: u32 = 4;
 /// Flag: rows of `c` start at multiples of 16 bytes.
 pub const C_VECTOR: u32 = 8;
+/// Flag: rows of `source` start at multiples of 16 bytes.
+pub const SOURCE_VECTOR: u32 = 16;
 
 /// Most workspace a plan asks for: a card keeps one buffer of this size.
 pub const MAX_WORKSPACE_BYTES: usize = 32 << 20;
@@ -233,7 +240,7 @@ fn workspace_bytes(shape: &Shape, split: usize) -> usize {
 /// # Panics
 /// When a size is zero (there is nothing to launch) or beyond 2³⁰, or when a stride is shorter than a row.
 pub fn choose(shape: &Shape, card: Card) -> Plan {
-    let Shape { form, m, n, k, lda, ldb, ldc, .. } = *shape;
+    let Shape { form, m, n, k, lda, ldb, ldc, ld_source, .. } = *shape;
     assert!(m > 0 && n > 0, "an empty product needs no kernel");
     assert!(m <= 1 << 30 && n <= 1 << 30 && k <= 1 << 30, "sizes of a product are 32-bit numbers");
     let (a_cols, b_cols) = match form {
@@ -241,7 +248,7 @@ pub fn choose(shape: &Shape, card: Card) -> Plan {
         Form::Nn => (k, n),
         Form::Tn => (m, n),
     };
-    assert!(lda >= a_cols && ldb >= b_cols && ldc >= n, "rows of a matrix must not overlap");
+    assert!(lda >= a_cols && ldb >= b_cols && ldc >= n && ld_source >= n, "rows of a matrix must not overlap");
 
     let sms = card.num_sms.max(1) as usize;
     let (few_columns, few_rows) = (n <= NARROW, m <= NARROW);
@@ -303,8 +310,8 @@ fn cheapest(shape: &Shape, card: Card) -> (&'static Tile, usize) {
 impl Plan {
     /// Parameters of both launches. `workspace` is the address of [`Plan::workspace_bytes`] bytes, aligned to 16; 0 where none are needed.
     pub fn params(&self, shape: &Shape, operands: &Operands, workspace: u64) -> MatmulParams {
-        let Shape { m, n, k, lda, ldb, ldc, out, .. } = *shape;
-        let Operands { a, b, c, alpha, beta, .. } = *operands;
+        let Shape { m, n, k, lda, ldb, ldc, ld_source, out, .. } = *shape;
+        let Operands { a, b, c, source, alpha, beta } = *operands;
         assert!((self.split > 1) == (workspace != 0) && workspace.is_multiple_of(16), "workspace of a split product");
         let flag = |flag, set: bool| if set { flag } else { 0 };
         let rows_aligned = |address: u64, ld: usize, dtype: DType| {
@@ -314,10 +321,12 @@ impl Plan {
             a,
             b,
             c,
+            source,
             partials: workspace,
             lda: lda as i64,
             ldb: ldb as i64,
             ldc: ldc as i64,
+            ld_source: ld_source as i64,
             m: m as i32,
             n: n as i32,
             k: k as i32,
@@ -326,7 +335,8 @@ impl Plan {
             flags: flag(OUT_F32, out == DType::F32)
                 | flag(A_VECTOR, rows_aligned(a, lda, DType::Bf16))
                 | flag(B_VECTOR, rows_aligned(b, ldb, DType::Bf16))
-                | flag(C_VECTOR, rows_aligned(c, ldc, out)),
+                | flag(C_VECTOR, rows_aligned(c, ldc, out))
+                | flag(SOURCE_VECTOR, rows_aligned(source, ld_source, out)),
             alpha,
             beta,
         }
@@ -442,14 +452,19 @@ mod tests {
         let operands = Operands { a: 256, b: 512, c: 1024, source: 1024, alpha: 1.0, beta: 0.0 };
         let workspace = if plan.split > 1 { 4096 } else { 0 };
         let flags = |shape: &Shape, operands: &Operands| plan.params(shape, operands, workspace).flags;
-        assert_eq!(flags(&plain, &operands), A_VECTOR | B_VECTOR | C_VECTOR);
-        assert_eq!(flags(&plain, &Operands { a: 258, ..operands }), B_VECTOR | C_VECTOR);
-        assert_eq!(flags(&Shape { ldb: 132, ..plain }, &operands), A_VECTOR | C_VECTOR);
+        let all = A_VECTOR | B_VECTOR | C_VECTOR | SOURCE_VECTOR;
+        assert_eq!(flags(&plain, &operands), all);
+        assert_eq!(flags(&plain, &Operands { a: 258, ..operands }), all & !A_VECTOR);
+        assert_eq!(flags(&plain, &Operands { source: 1032, ..operands }), all & !SOURCE_VECTOR);
+        assert_eq!(flags(&Shape { ldb: 132, ..plain }, &operands), all & !B_VECTOR);
         // 68 values are a multiple of 16 bytes as f32, not as bf16.
-        assert_eq!(flags(&Shape { ldc: 68, ..plain }, &operands), A_VECTOR | B_VECTOR);
-        let f32s = Shape { ldc: 68, out: DType::F32, ..plain };
-        assert_eq!(flags(&f32s, &operands), OUT_F32 | A_VECTOR | B_VECTOR | C_VECTOR);
+        assert_eq!(flags(&Shape { ldc: 68, ..plain }, &operands), all & !C_VECTOR);
+        assert_eq!(flags(&Shape { ld_source: 68, ..plain }, &operands), all & !SOURCE_VECTOR);
+        let f32s = Shape { ldc: 68, ld_source: 68, out: DType::F32, ..plain };
+        assert_eq!(flags(&f32s, &operands), OUT_F32 | all);
         let params = plan.params(&plain, &operands, workspace);
         assert_eq!((params.m, params.n, params.k, params.ldc), (100, 64, 128, 64));
+        let apart = plan.params(&Shape { ld_source: 96, ..plain }, &Operands { source: 2048, ..operands }, workspace);
+        assert_eq!((apart.c, apart.ldc, apart.source, apart.ld_source), (1024, 64, 2048, 96));
     }
 }

@@ -3,6 +3,8 @@
 //! The bound follows the rule of the reference values: an error against f32 of at most twice (gradients: three times) that of the CPU form with
 //! bf16 rounding, both fed the same bf16 inputs.
 
+mod products;
+
 use tandem::base::rng::{Philox, unit_f32};
 use tandem::ops::adamw::AdamWParams;
 use tandem::ops::attention::{self, AttentionShape, Qkv, Saved, TileList};

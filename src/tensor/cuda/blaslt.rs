@@ -46,11 +46,11 @@ pub struct Shape {
     pub ldc: usize,
     /// Values between rows of what is added.
     pub ld_source: usize,
-    /// Format of `c`; `a` and `b` are bf16.
+    /// Format of `c` and of what is added; `a` and `b` are bf16.
     pub out: DType,
 }
 
-/// Operands of one product.
+/// Operands of one product, `c = alpha · a·b + beta · source`.
 #[derive(Debug, Clone, Copy)]
 pub struct Operands {
     /// Address of `a`.
@@ -59,11 +59,11 @@ pub struct Operands {
     pub b: u64,
     /// Address of `c`.
     pub c: u64,
-    /// Address of what is added, times `beta`.
+    /// Address of what is added, scaled by beta: `c` itself when accumulating, otherwise memory that `c` does not share.
     pub source: u64,
     /// Factor on the product.
     pub alpha: f32,
-    /// Factor on what `c` holds.
+    /// Factor on what is added; with 0 it is not read.
     pub beta: f32,
 }
 
@@ -87,6 +87,7 @@ struct Plan {
     /// Layouts in the library's column-major view: its first operand is our `b`.
     first: sys::cublasLtMatrixLayout_t,
     second: sys::cublasLtMatrixLayout_t,
+    source: sys::cublasLtMatrixLayout_t,
     out: sys::cublasLtMatrixLayout_t,
     algo: sys::cublasLtMatmulAlgo_t,
 }
@@ -117,11 +118,14 @@ impl BlasLt {
         unsafe { sys::cublasLtGetVersion() }
     }
 
-    /// Queues `c = alpha · a·b + beta · c` on the compute stream of `device`.
+    /// Queues `c = alpha · a·b + beta · source` on the compute stream of `device`.
     ///
     /// # Errors
     /// When the library has no algorithm for the shape or refuses the launch.
-    pub fn matmul(&self, device: &CudaDevice, shape: Shape, operands: Operands) -> Result<()> {
+    pub fn matmul(&self, device: &CudaDevice, mut shape: Shape, mut operands: Operands) -> Result<()> {
+        if operands.beta == 0.0 {
+            (operands.source, shape.ld_source) = (operands.c, shape.ldc);
+        }
         let plan = {
             let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
             match plans.get(&shape) {
@@ -134,7 +138,7 @@ impl BlasLt {
             }
         };
         device.count_launch();
-        let Operands { a, b, c, alpha, beta, .. } = operands;
+        let Operands { a, b, c, source, alpha, beta } = operands;
         // SAFETY: descriptors and layouts describe the buffers whose addresses the caller passes; the stream orders their reuse.
         unsafe {
             lt::matmul(
@@ -146,8 +150,8 @@ impl BlasLt {
                 plan.first,
                 a as *const c_void,
                 plan.second,
-                c as *const c_void,
-                plan.out,
+                source as *const c_void,
+                plan.source,
                 c as *mut c_void,
                 plan.out,
                 &plan.algo,
@@ -162,7 +166,7 @@ impl BlasLt {
     /// A row-major matrix is the transpose of the column-major one with the same memory, so `cᵀ = bᵀ·aᵀ` is what the library computes:
     /// its m is our n, its first operand our `b`.
     fn plan(&self, shape: Shape) -> Result<Plan> {
-        let Shape { form, m, n, k, lda, ldb, ldc, out, .. } = shape;
+        let Shape { form, m, n, k, lda, ldb, ldc, ld_source, out } = shape;
         let (transpose_first, transpose_second) = match form {
             Form::Nt => (true, false),
             Form::Nn => (false, false),
@@ -179,6 +183,7 @@ impl BlasLt {
         let first = if transpose_first { layout(bf16, k, n, ldb) } else { layout(bf16, n, k, ldb) }?;
         let second = if transpose_second { layout(bf16, m, k, lda) } else { layout(bf16, k, m, lda) }?;
         let result_layout = layout(out_type, n, m, ldc)?;
+        let source_layout = layout(out_type, n, m, ld_source)?;
         let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
         let desc = lt::create_matmul_desc(compute, sys::cudaDataType_t::CUDA_R_32F).context("a product descriptor")?;
         use sys::cublasLtMatmulDescAttributes_t as DescAttribute;
@@ -212,7 +217,7 @@ impl BlasLt {
         .context("a preference for how split sums meet")?;
         // SAFETY: all descriptors were just made.
         let found = unsafe {
-            lt::get_matmul_algo_heuristic(self.handle.0, desc, first, second, result_layout, result_layout, preference)
+            lt::get_matmul_algo_heuristic(self.handle.0, desc, first, second, source_layout, result_layout, preference)
         };
         // SAFETY: made above, used no more.
         unsafe { lt::destroy_matmul_pref(preference) }.context("releasing a preference")?;
@@ -222,7 +227,7 @@ impl BlasLt {
             "the algorithm wants {} bytes of workspace",
             found.workspaceSize
         );
-        Ok(Plan { desc, first, second, out: result_layout, algo: found.algo })
+        Ok(Plan { desc, first, second, source: source_layout, out: result_layout, algo: found.algo })
     }
 }
 
@@ -237,6 +242,7 @@ impl Drop for BlasLt {
             unsafe {
                 let _ = lt::destroy_matrix_layout(plan.first);
                 let _ = lt::destroy_matrix_layout(plan.second);
+                let _ = lt::destroy_matrix_layout(plan.source);
                 let _ = lt::destroy_matrix_layout(plan.out);
                 let _ = lt::destroy_matmul_desc(plan.desc);
             }
