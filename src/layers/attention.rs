@@ -1,13 +1,13 @@
 //! Grouped-query attention over packed documents: projections, optional norms of q and k, rotary embedding, attention, output.
 
-use super::Context;
 use super::norm::RmsNorm;
 use super::parameter::Grads;
-use super::projection::{Projection, ProjectionSaved};
+use super::projection::Projection;
+use super::{Context, Keep};
 use crate::ops::attention::{self, AttentionShape, Qkv, TileList};
 use crate::ops::qk_norm::{self, Heads, QkNorm};
 use crate::ops::rope::{self, RopeTable};
-use crate::tensor::{Indices, Tensor, View, ViewMut};
+use crate::tensor::{Indices, Tensor, ViewMut};
 
 /// What attention needs to know about the documents of a batch.
 #[derive(Debug, Clone, Copy)]
@@ -49,11 +49,11 @@ pub struct AttentionSaved {
     qkv: Tensor,
     /// With norms: queries and keys after norm and rotation.
     qk: Option<Tensor>,
-    /// Output of the heads, with room for adapters.
+    /// Output of the heads, with z of the output projection behind it.
     o: Tensor,
     softmax_lse: Tensor,
-    qkv_proj: ProjectionSaved,
-    o_proj: ProjectionSaved,
+    /// z of the first projection, where its input is not kept.
+    z: Option<Tensor>,
 }
 
 /// Queries and keys as attention reads them, and the values.
@@ -72,12 +72,14 @@ impl Attention {
         h: &mut Tensor,
         residual: &Tensor,
         y: &mut Tensor,
+        keep: Keep,
     ) -> AttentionSaved {
         let Sequences { tiles, rope: table, position_ids } = sequences;
         let (device, shape, rows) = (ctx.device, &self.shape, h.rows());
         let qk_width = shape.q_width() + shape.kv_width();
         let mut qkv = ctx.saved(&[rows, shape.qkv_width()]);
-        let qkv_proj = self.qkv_proj.forward(ctx, h, None, &mut qkv);
+        self.qkv_proj.forward(ctx, h, None, &mut qkv);
+        let z = if keep == Keep::Longest { self.qkv_proj.saved_z(ctx, h) } else { None };
         let qk = match self.norms(ctx) {
             None => {
                 rope::forward(device, qkv.first_columns_mut(qk_width), table, position_ids);
@@ -93,12 +95,13 @@ impl Attention {
         let mut softmax_lse = ctx.saved_f32(&[rows, shape.num_heads]);
         let operands = parts(shape, &qkv, qk.as_ref());
         attention::forward(device, shape, tiles, operands, o.first_columns_mut(shape.q_width()), &mut softmax_lse);
-        let o_proj = self.o_proj.forward(ctx, &mut o, Some(residual.view()), y);
-        AttentionSaved { qkv, qk, o, softmax_lse, qkv_proj, o_proj }
+        self.o_proj.forward(ctx, &mut o, Some(residual.view()), y);
+        AttentionSaved { qkv, qk, o, softmax_lse, z }
     }
 
     /// Backward of [`Attention::forward`] but for the residual: from `dy` [T, hidden] with room for adapters
-    /// ([`Projection::output_shape`]), assigns `dh` [T, hidden] if given. `h` is [T, hidden].
+    /// ([`Projection::output_shape`]), assigns `dh` [T, hidden] if given. `h` is [T, ≥hidden], with z
+    /// behind it where it was kept.
     #[expect(clippy::too_many_arguments, reason = "the operands of one formula")]
     pub fn backward(
         &self,
@@ -106,7 +109,7 @@ impl Attention {
         grads: &mut Grads,
         sequences: Sequences<'_>,
         saved: AttentionSaved,
-        h: View<'_>,
+        h: &Tensor,
         dy: &mut Tensor,
         dh: Option<ViewMut<'_>>,
     ) {
@@ -116,7 +119,7 @@ impl Attention {
         let qk_width = q_width + shape.kv_width();
         let o = saved.o.first_columns(q_width);
         let mut d_o = ctx.scratch(&[rows, q_width]);
-        self.o_proj.backward(ctx, grads, &saved.o_proj, o, dy, Some(d_o.view_mut()));
+        self.o_proj.backward(ctx, grads, o, self.o_proj.z(&saved.o), dy, Some(d_o.view_mut()));
         let mut dqkv = ctx.scratch(&self.qkv_proj.output_shape(device, rows));
         let operands =
             attention::Saved { qkv: parts(shape, &saved.qkv, saved.qk.as_ref()), o, softmax_lse: &saved.softmax_lse };
@@ -137,7 +140,8 @@ impl Attention {
                 qk_norm::backward_in_place(device, &norms, table, position_ids, x, dqkv.first_columns_mut(qk_width));
             }
         }
-        self.qkv_proj.backward(ctx, grads, &saved.qkv_proj, h, &mut dqkv, dh);
+        let z = saved.z.as_ref().map(Tensor::view).or_else(|| self.qkv_proj.z(h));
+        self.qkv_proj.backward(ctx, grads, h.first_columns(self.qkv_proj.in_features), z, &mut dqkv, dh);
     }
 
     fn norms<'a>(&self, ctx: &Context<'a>) -> Option<QkNorm<'a>> {

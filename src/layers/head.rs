@@ -6,7 +6,7 @@ use super::Context;
 use super::norm::RmsNorm;
 use super::parameter::{Grads, ParamId};
 use crate::ops::{cross_entropy, elementwise, matmul};
-use crate::tensor::{Device, Indices, MemoryCategory, Tensor};
+use crate::tensor::{Device, Indices, MemoryCategory, Tensor, View};
 
 /// Rows of logits held at one time: on the CPU as many as 64 MiB take, on a GPU what a large product needs to run at its rate.
 fn chunk_rows(device: &Device, vocab: usize) -> usize {
@@ -63,14 +63,13 @@ impl Head {
         let rstd = self.norm.forward(ctx, &x, &mut h);
         let mut dh = ctx.scratch(x.shape());
         let mut losses = ctx.device.empty_f32(MemoryCategory::Workspace, &[supervised.targets.len()]);
+        let table = ctx.params.operand(self.weight);
         self.for_each_chunk(ctx, &h, |first, h_chunk, mut logits| {
             self.cross_entropy(ctx, &mut logits, supervised, first, Some(weight), &mut losses);
-            let mut dh_chunk = ctx.scratch(h_chunk.shape());
-            let table = ctx.params.operand(self.weight);
             let d_logits = logits.first_columns(table.rows());
-            matmul::nn(ctx.device, 1.0, d_logits, table, 0.0, &mut dh_chunk);
-            elementwise::round(ctx.device, &mut dh_chunk);
-            elementwise::copy_rows(ctx.device, &dh_chunk, 0, &mut dh, first, h_chunk.rows());
+            let mut dh_chunk = dh.view_mut().row_range(first, h_chunk.rows());
+            matmul::nn(ctx.device, 1.0, d_logits, table, 0.0, dh_chunk.reborrow());
+            elementwise::round(ctx.device, dh_chunk);
             if let Some(dweight) = grads.get_mut(self.weight) {
                 matmul::tn(ctx.device, 1.0, d_logits, h_chunk, 1.0, dweight);
             }
@@ -108,18 +107,17 @@ impl Head {
     }
 
     /// Calls `f(first row, rows of h, their logits)` for runs of rows of `h` [R, hidden].
-    fn for_each_chunk(&self, ctx: &Context<'_>, h: &Tensor, mut f: impl FnMut(usize, &Tensor, Tensor)) {
+    fn for_each_chunk(&self, ctx: &Context<'_>, h: &Tensor, mut f: impl FnMut(usize, View<'_>, Tensor)) {
         let weight = ctx.params.operand(self.weight);
-        let (vocab, width) = (weight.rows(), h.cols());
+        let vocab = weight.rows();
         let chunk_rows = chunk_rows(ctx.device, vocab);
         for first in (0..h.rows()).step_by(chunk_rows) {
             let rows = chunk_rows.min(h.rows() - first);
-            let mut h_chunk = ctx.scratch(&[rows, width]);
-            elementwise::copy_rows(ctx.device, h, first, &mut h_chunk, 0, rows);
+            let h_chunk = h.view().row_range(first, rows);
             let mut logits = ctx.scratch(&[rows, ctx.device.padded(vocab)]);
-            matmul::nt(ctx.device, 1.0, &h_chunk, weight, 0.0, logits.first_columns_mut(vocab));
+            matmul::nt(ctx.device, 1.0, h_chunk, weight, 0.0, logits.first_columns_mut(vocab));
             elementwise::round(ctx.device, &mut logits);
-            f(first, &h_chunk, logits);
+            f(first, h_chunk, logits);
         }
     }
 }

@@ -25,6 +25,17 @@ pub struct Context<'a> {
     pub dropout: Option<DropoutState>,
 }
 
+/// What a forward pass keeps for the backward pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Keep {
+    /// Nothing: there is none, or it begins with the block's input.
+    Nothing,
+    /// All that is dear to make again, until the backward pass comes to this block. What a product reads is a norm or a SwiGLU away.
+    Longest,
+    /// What products read as well: the backward pass follows at once.
+    Inputs,
+}
+
 /// What the dropout masks of one micro-batch depend on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DropoutState {

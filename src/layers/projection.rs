@@ -11,13 +11,13 @@
 //!
 //! so that with z behind the columns of x, and dz behind those of dy,
 //! `y = [x z]·[W B]ᵀ`, `dz = s·dy·B`, `dx = [dy dz]·[W; A]`, and sums of base and adapter are made in f32.
-//! Saved: z, and x, which the caller keeps. Backward besides: `dW += dyᵀ·x`, `dB += dyᵀ·z`, `dA += dzᵀ·drop(x)`.
+//! The caller keeps x with z behind it, or z alone where x can be made again. Backward besides: `dW += dyᵀ·x`, `dB += dyᵀ·z`, `dA += dzᵀ·drop(x)`.
 //! With dropout the adapters' part of `dx` passes the mask by itself.
 
 use super::Context;
 use super::parameter::{Grads, MatrixId, ParamId};
 use crate::ops::{dropout, elementwise, matmul};
-use crate::tensor::{Device, Tensor, View, ViewMut};
+use crate::tensor::{Device, MemoryCategory, Tensor, View, ViewMut};
 
 /// A low-rank adapter.
 #[derive(Debug, Clone, Copy)]
@@ -68,13 +68,6 @@ pub struct Projection {
     pub adapter_columns: usize,
 }
 
-/// What [`Projection::forward`] keeps.
-#[derive(Debug)]
-pub struct ProjectionSaved {
-    /// `z` [T, R].
-    z: Option<Tensor>,
-}
-
 impl Projection {
     /// Shape of an input of so many rows, with room for z.
     pub fn input_shape(&self, device: &Device, rows: usize) -> [usize; 2] {
@@ -91,21 +84,17 @@ impl Projection {
         self.linears.iter().find_map(|linear| linear.lora.as_ref())
     }
 
-    /// `x` [T, ≥in + R] (`Self::input_shape`; the columns behind `in` are overwritten) → `y` [T, N], assigned, plus `residual` [T, N] if given.
+    /// `x` [T, ≥in + R] ([`Self::input_shape`]) → `y` [T, N], assigned, plus `residual` [T, N] if given. z is written behind x.
     pub fn forward<'y>(
         &self,
         ctx: &Context<'_>,
         x: &mut Tensor,
         residual: Option<View<'_>>,
         y: impl Into<ViewMut<'y>>,
-    ) -> ProjectionSaved {
+    ) {
         let (device, params, mut y) = (ctx.device, ctx.params, y.into());
-        let saved = self.saved_only(ctx, x.first_columns(self.in_features));
-        let mut inner = self.in_features;
-        if let Some(z) = &saved.z {
-            elementwise::copy(device, z, x.view_mut().columns(inner, self.adapter_columns));
-            inner += self.adapter_columns;
-        }
+        self.fill_z(ctx, x);
+        let inner = self.in_features + self.adapter_columns;
         let x = x.first_columns(inner);
         let weight = params.matrix(self.matrix).view().row_range(0, self.out_features).columns(0, inner);
         let mut beta = 0.0;
@@ -128,41 +117,52 @@ impl Projection {
                 }
             }
         }
-        saved
     }
 
-    /// What [`Projection::forward`] keeps, without its output: for a recomputation whose output nobody reads.
-    pub fn saved_only(&self, ctx: &Context<'_>, x: View<'_>) -> ProjectionSaved {
-        let z = self.lora().map(|lora| {
-            let mut z = ctx.saved(&[x.rows(), self.adapter_columns]);
-            if ctx.dropout.is_none() || lora.dropout == 0.0 {
-                let a = self.adapters(ctx, 0, self.adapter_columns);
-                matmul::nt(ctx.device, lora.scale, x, a, 0.0, &mut z);
-            } else {
-                z.fill_zero();
+    /// Writes z behind the columns of `x` [T, ≥in + R]: all of [`Self::forward`] that a recomputation needs whose output nobody reads.
+    pub fn fill_z(&self, ctx: &Context<'_>, x: &mut Tensor) {
+        let Some(lora) = self.lora() else { return };
+        let (device, columns) = (ctx.device, self.adapter_columns);
+        match ctx.dropout.filter(|_| lora.dropout > 0.0) {
+            None => matmul::extend_nt(device, lora.scale, x, self.adapters(ctx, 0, columns)),
+            Some(_) => {
+                // Columns that only align the others stay zero.
+                let mut z = device.zeros(MemoryCategory::Workspace, &[x.rows(), columns]);
                 for lora in self.linears.iter().filter_map(|linear| linear.lora) {
-                    let dropped = drop_input(ctx, &lora, x);
-                    let (a, z) = (self.adapters(ctx, lora.first, lora.r), z.view_mut().columns(lora.first, lora.r));
-                    match &dropped {
-                        Some(dropped) => matmul::nt(ctx.device, lora.scale, dropped, a, 0.0, z),
-                        None => matmul::nt(ctx.device, lora.scale, x, a, 0.0, z),
+                    if let Some(dropped) = drop_input(ctx, &lora, x.first_columns(self.in_features)) {
+                        let (a, z) = (self.adapters(ctx, lora.first, lora.r), z.view_mut().columns(lora.first, lora.r));
+                        matmul::nt(device, lora.scale, &dropped, a, 0.0, z);
                     }
                 }
+                elementwise::copy(device, &z, x.view_mut().columns(self.in_features, columns));
             }
-            elementwise::round(ctx.device, &mut z);
-            z
-        });
-        ProjectionSaved { z }
+        }
+        elementwise::round(device, x.view_mut().columns(self.in_features, columns));
     }
 
-    /// Backward of [`Projection::forward`]: `dx` [T, in], if given, is assigned; parameters accumulate. `x` is [T, in]; `dy` [T, ≥N + R]
-    /// (`Self::output_shape`) holds the gradient in its first N columns, and those behind them are overwritten.
+    /// z as it lies behind `x`; `None` without adapters.
+    pub fn z<'x>(&self, x: &'x Tensor) -> Option<View<'x>> {
+        self.lora().map(|_| x.view().columns(self.in_features, self.adapter_columns))
+    }
+
+    /// A copy of [`Self::z`] to keep where x is not kept.
+    pub fn saved_z(&self, ctx: &Context<'_>, x: &Tensor) -> Option<Tensor> {
+        self.z(x).map(|z| {
+            let mut saved = ctx.saved(&[z.rows(), z.cols()]);
+            elementwise::copy(ctx.device, z, &mut saved);
+            saved
+        })
+    }
+
+    /// Backward of [`Projection::forward`]: `dx` [T, in], if given, is assigned; parameters accumulate. `x` is [T, in], `z` [T, R]; `dy`
+    /// [T, ≥N + R] ([`Self::output_shape`]) holds the gradient in its first N columns, and those behind them are overwritten.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one formula")]
     pub fn backward(
         &self,
         ctx: &Context<'_>,
         grads: &mut Grads,
-        saved: &ProjectionSaved,
         x: View<'_>,
+        z: Option<View<'_>>,
         dy: &mut Tensor,
         dx: Option<ViewMut<'_>>,
     ) {
@@ -175,35 +175,26 @@ impl Projection {
             if let Some(dbias) = linear.bias.and_then(|bias| grads.get_mut(bias)) {
                 elementwise::sum_rows(device, dy, dbias);
             }
-            if let (Some(lora), Some(z)) = (linear.lora, &saved.z)
+            if let (Some(lora), Some(z)) = (linear.lora, z)
                 && let Some(db) = grads.get_mut(lora.b)
             {
-                matmul::tn(device, 1.0, dy, z.view().columns(lora.first, lora.r), 1.0, db);
+                matmul::tn(device, 1.0, dy, z.columns(lora.first, lora.r), 1.0, db);
             }
         }
-        let dropping = ctx.dropout.is_some() && self.lora().is_some_and(|lora| lora.dropout > 0.0);
         let (n, r) = (self.out_features, self.adapter_columns);
+        let dropping = ctx.dropout.filter(|_| self.lora().is_some_and(|lora| lora.dropout > 0.0));
         if let Some(lora) = self.lora() {
             matmul::extend_nn(device, lora.scale, dy, matrix.row_range(0, n).columns(self.in_features, r));
             elementwise::round(device, dy.view_mut().columns(n, r));
             if let Some(da) = grads.stacked_mut(self.matrix) {
-                if dropping {
-                    for lora in self.linears.iter().filter_map(|linear| linear.lora) {
-                        let dropped = drop_input(ctx, &lora, x);
-                        let (dz, da) = (dy.view().columns(n + lora.first, lora.r), da.view_mut());
-                        let x = dropped.as_ref().map_or(x, Tensor::view);
-                        matmul::tn(device, 1.0, dz, x, 1.0, da.row_range(lora.first, lora.r));
-                    }
-                } else {
-                    matmul::tn(device, 1.0, dy.view().columns(n, r).columns(0, da.rows()), x, 1.0, da);
-                }
+                self.adapter_gradients(ctx, x, dy.view().columns(n, r), da);
             }
         }
         let Some(mut dx) = dx else { return };
-        let inner = if dropping { n } else { n + r };
+        let inner = if dropping.is_some() { n } else { n + r };
         let weight = matrix.row_range(0, inner).columns(0, self.in_features);
         matmul::nn(device, 1.0, dy.first_columns(inner), weight, 0.0, dx.reborrow());
-        if let Some(state) = ctx.dropout.filter(|_| dropping) {
+        if let Some(state) = dropping {
             let mut through = ctx.scratch(&[x.rows(), self.in_features]);
             for lora in self.linears.iter().filter_map(|linear| linear.lora) {
                 let dz = dy.view().columns(n + lora.first, lora.r);
@@ -212,6 +203,21 @@ impl Projection {
             }
         }
         elementwise::round(device, dx);
+    }
+
+    /// `da` [≤R, in] `+= dzᵀ·drop(x)`, with `dz` [T, R].
+    fn adapter_gradients(&self, ctx: &Context<'_>, x: View<'_>, dz: View<'_>, da: &mut Tensor) {
+        let mut at_once = true;
+        for lora in self.linears.iter().filter_map(|linear| linear.lora) {
+            if let Some(dropped) = drop_input(ctx, &lora, x) {
+                let da = da.view_mut().row_range(lora.first, lora.r);
+                matmul::tn(ctx.device, 1.0, dz.columns(lora.first, lora.r), &dropped, 1.0, da);
+                at_once = false;
+            }
+        }
+        if at_once {
+            matmul::tn(ctx.device, 1.0, dz.columns(0, da.rows()), x, 1.0, da);
+        }
     }
 
     /// Rows of the adapters' A: [count, in].

@@ -4,7 +4,6 @@ use super::*;
 use crate::layers::DropoutState;
 use crate::layers::parameter::{Params, Part};
 use crate::ops::testing::{Values, assert_close, assert_gradient, cpu, dot};
-use crate::tensor::MemoryCategory;
 
 const ROWS: usize = 5;
 const IN: usize = 12;
@@ -43,12 +42,13 @@ fn state(step: u64) -> DropoutState {
     DropoutState { seed: 3, step, micro_batch: 0 }
 }
 
-fn forward(ctx: &Context<'_>, projection: &Projection, x: &[f32]) -> (Vec<f32>, ProjectionSaved) {
+/// Output, and the input with z behind it.
+fn forward(ctx: &Context<'_>, projection: &Projection, x: &[f32]) -> (Vec<f32>, Tensor) {
     let mut input = ctx.scratch(&projection.input_shape(ctx.device, ROWS));
     input.first_columns_mut(IN).set(x);
     let mut y = ctx.scratch(&[ROWS, N]);
-    let saved = projection.forward(ctx, &mut input, None, &mut y);
-    (y.to_vec(), saved)
+    projection.forward(ctx, &mut input, None, &mut y);
+    (y.to_vec(), input)
 }
 
 #[test]
@@ -63,10 +63,13 @@ fn gradients_agree_with_finite_differences_with_and_without_dropout_and_padding(
         let mut grads = Grads::new(&params);
         {
             let ctx = Context { device: &device, params: &params, dropout };
-            let (_, saved) = forward(&ctx, &projection, x.f32s());
+            let (_, input) = forward(&ctx, &projection, x.f32s());
+            let saved = projection.saved_z(&ctx, &input);
+            assert_eq!(saved.as_ref().unwrap().to_vec(), projection.z(&input).unwrap().to_vec());
             let mut dy = ctx.scratch(&projection.output_shape(&device, ROWS));
             dy.first_columns_mut(N).set(&gradient);
-            projection.backward(&ctx, &mut grads, &saved, x.view(), &mut dy, Some(dx.view_mut()));
+            let z = saved.as_ref().map(Tensor::view);
+            projection.backward(&ctx, &mut grads, x.view(), z, &mut dy, Some(dx.view_mut()));
         }
         let loss = |params: &Params, x: &[f32]| {
             let ctx = Context { device: &device, params, dropout };

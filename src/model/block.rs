@@ -1,12 +1,12 @@
 //! One transformer block: `x + attention(norm(x))`, then `+ mlp(norm(·))`.
 
 use super::batch::{DeviceBatch, SequenceMetadata};
-use crate::layers::Context;
 use crate::layers::attention::{Attention, AttentionSaved, Sequences};
 use crate::layers::mlp::{Mlp, MlpSaved, Output};
 use crate::layers::norm::RmsNorm;
 use crate::layers::parameter::Grads;
 use crate::layers::projection::Projection;
+use crate::layers::{Context, Keep};
 use crate::tensor::Tensor;
 use crate::tensor::phase::{Pass, Phase};
 
@@ -54,17 +54,19 @@ struct Normed {
 }
 
 impl Block {
-    /// `x` [T, hidden] → the block's output [T, hidden], and what the backward pass needs besides `x`.
+    /// `x` [T, hidden] → the block's output [T, hidden], and, with `keep`, what the backward pass needs besides `x`.
     pub fn forward(
         &self,
         ctx: &Context<'_>,
         batch: &DeviceBatch,
         metadata: &SequenceMetadata,
         x: &Tensor,
-    ) -> (Tensor, BlockSaved) {
+        keep: bool,
+    ) -> (Tensor, Option<BlockSaved>) {
         let mut out = ctx.saved(x.shape());
-        let saved = self.run(ctx, batch, metadata, x, Some(&mut out));
-        (out, saved)
+        let wanted = if keep { Keep::Longest } else { Keep::Nothing };
+        let saved = self.run(ctx, batch, metadata, x, Some(&mut out), wanted);
+        (out, keep.then_some(saved))
     }
 
     /// What [`Block::forward`] keeps, computed again. The last product of the MLP feeds only the output, so it is left out; the backward pass
@@ -76,7 +78,7 @@ impl Block {
         metadata: &SequenceMetadata,
         x: &Tensor,
     ) -> BlockSaved {
-        self.run(ctx, batch, metadata, x, None)
+        self.run(ctx, batch, metadata, x, None, Keep::Inputs)
     }
 
     fn run(
@@ -86,21 +88,21 @@ impl Block {
         metadata: &SequenceMetadata,
         x: &Tensor,
         out: Option<&mut Tensor>,
+        keep: Keep,
     ) -> BlockSaved {
         let clock = ctx.device.clock();
         let sequences = self.sequences(batch, metadata);
-        let keep_inputs = out.is_none();
         let phase = clock.enter(Phase::Attention, Pass::Forward, Some(self.index));
         let mut attn_in = normed(ctx, &self.input_layernorm, &self.self_attn.qkv_proj, x);
         let mut middle = ctx.saved(x.shape());
-        let attn = self.self_attn.forward(ctx, sequences, &mut attn_in.h, x, &mut middle);
-        let attn_in = keep_inputs.then_some(attn_in);
+        let attn = self.self_attn.forward(ctx, sequences, &mut attn_in.h, x, &mut middle, keep);
+        let attn_in = (keep == Keep::Inputs).then_some(attn_in);
         drop(phase);
 
         let _phase = clock.enter(Phase::Mlp, Pass::Forward, Some(self.index));
         let mut mlp_in = normed(ctx, &self.post_attention_layernorm, &self.mlp.gate_up_proj, &middle);
         let output = out.map_or(Output::Skip, |y| Output::Write { residual: &middle, y });
-        let mlp = self.mlp.forward(ctx, &mut mlp_in.h, output);
+        let mlp = self.mlp.forward(ctx, &mut mlp_in.h, output, keep);
         BlockSaved { attn, middle, mlp, inputs: attn_in.map(|attn_in| [attn_in, mlp_in]) }
     }
 
@@ -135,7 +137,7 @@ impl Block {
         let norm = &self.post_attention_layernorm;
         let mlp_in = mlp_in.unwrap_or_else(|| normed(ctx, norm, &self.mlp.gate_up_proj, &middle));
         let mut dh = ctx.scratch(x.shape());
-        self.mlp.backward(ctx, grads, mlp, mlp_in.h.first_columns(hidden), dx, dh.view_mut());
+        self.mlp.backward(ctx, grads, mlp, &mlp_in.h, dx, dh.view_mut());
         norm.backward(ctx, grads, &middle, &mlp_in.rstd, &dh, true, dx.first_columns_mut(hidden));
         drop((mlp_in, middle, phase));
 
@@ -143,8 +145,7 @@ impl Block {
         let norm = &self.input_layernorm;
         let attn_in = attn_in.unwrap_or_else(|| normed(ctx, norm, &self.self_attn.qkv_proj, x));
         let need_dh = need_dx || ctx.params.is_trainable(norm.weight);
-        let h = attn_in.h.first_columns(hidden);
-        self.self_attn.backward(ctx, grads, sequences, attn, h, dx, need_dh.then(|| dh.view_mut()));
+        self.self_attn.backward(ctx, grads, sequences, attn, &attn_in.h, dx, need_dh.then(|| dh.view_mut()));
         if need_dh {
             norm.backward(ctx, grads, x, &attn_in.rstd, &dh, true, dx.first_columns_mut(hidden));
         }

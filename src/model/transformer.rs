@@ -208,10 +208,10 @@ impl Transformer {
             if stopped() {
                 return None;
             }
-            let (out, saved) = block.forward(&ctx, batch, &metadata, &x);
+            let keep = i >= first && options.activations == Activations::Keep;
+            let (out, saved) = block.forward(&ctx, batch, &metadata, &x, keep);
             let input = std::mem::replace(&mut x, out);
             if i >= first {
-                let saved = (options.activations == Activations::Keep).then_some(saved);
                 kept.push(Kept { x: input, saved });
             }
         }
@@ -271,7 +271,7 @@ impl Transformer {
             if stop.load(Ordering::Relaxed) {
                 return None;
             }
-            x = block.forward(ctx, batch, &metadata, &x).0;
+            x = block.forward(ctx, batch, &metadata, &x, false).0;
         }
         Some(x)
     }

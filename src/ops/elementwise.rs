@@ -163,23 +163,6 @@ pub fn scatter_rows(device: &Device, y: &Tensor, rows: &Indices, x: &mut Tensor)
     }
 }
 
-/// Copies rows `from..from + count` of `x` to rows `to..` of `y`; both [·, N] of one format.
-pub fn copy_rows(device: &Device, x: &Tensor, from: usize, y: &mut Tensor, to: usize, count: usize) {
-    let width = x.cols();
-    assert_eq!(width, y.cols(), "widths of copy_rows");
-    assert!(from + count <= x.rows() && to + count <= y.rows(), "rows of copy_rows");
-    match device {
-        Device::Cpu(_) => {
-            y.f32s_mut()[to * width..][..count * width].copy_from_slice(&x.f32s()[from * width..][..count * width]);
-        }
-        Device::Cuda(gpu) => {
-            let row_bytes = width * x.dtype().num_bytes();
-            let (from, to) = (x.pointer() + (from * row_bytes) as u64, y.pointer() + (to * row_bytes) as u64);
-            gpu.copy(from, to, count * row_bytes);
-        }
-    }
-}
-
 /// `out += Σ` over the rows of `partials` [count, N], in order: the second stage of sums without atomics.
 pub(super) fn add_partials(gpu: &Gpu, partials: &Tensor, out: &mut Tensor) {
     let (count, width) = (partials.rows() as i32, partials.cols());
