@@ -17,6 +17,13 @@ use tandem::train::config::Activations;
 
 /// The GPU, or a reason to skip.
 fn gpu() -> Option<Device> {
+    // What the engine keeps between runs goes to the temporary folder. The first test sets it, the others wait.
+    static HOME: std::sync::Once = std::sync::Once::new();
+    HOME.call_once(|| {
+        let home = std::env::temp_dir().join("tandem-gpu-tests");
+        // SAFETY: every test comes here before it reads the environment or starts a thread that does.
+        unsafe { std::env::set_var("TANDEM_HOME", home) };
+    });
     match Device::cuda() {
         Ok(device) => Some(device),
         Err(reason) => {

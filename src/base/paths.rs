@@ -34,3 +34,16 @@ pub fn models() -> Result<PathBuf> {
 pub fn runs() -> Result<PathBuf> {
     Ok(home()?.join("runs"))
 }
+
+/// Where things are kept that can be made again: the system's cache folder for Tandem, or `<home>/cache` where `TANDEM_HOME` is set.
+///
+/// # Errors
+/// As [`home`].
+pub fn cache() -> Result<PathBuf> {
+    if std::env::var_os("TANDEM_HOME").is_some_and(|v| !v.is_empty()) {
+        return Ok(home()?.join("cache"));
+    }
+    let dirs = directories::ProjectDirs::from("", "", "tandem")
+        .context("this system names no cache folder for the user; set TANDEM_HOME to a folder")?;
+    Ok(dirs.cache_dir().to_path_buf())
+}

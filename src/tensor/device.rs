@@ -107,7 +107,8 @@ impl Device {
             Self::Cuda(gpu) => {
                 let facts = gpu.facts();
                 let (major, minor) = facts.compute_capability;
-                format!("{}, sm_{major}{minor}, {}", facts.name, crate::base::units::bytes(facts.vram_bytes))
+                let vram = crate::base::units::bytes(facts.vram_bytes);
+                format!("{}, sm_{major}{minor}, {vram}, {}", facts.name, gpu.matrix_library())
             }
         }
     }

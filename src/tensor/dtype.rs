@@ -4,7 +4,8 @@ use half::bf16;
 use serde::{Deserialize, Serialize};
 
 /// Format of the values of a tensor.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum DType {
     /// 32-bit floats.
     F32,

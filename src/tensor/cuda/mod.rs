@@ -42,7 +42,8 @@ struct Inner {
     ledger: Arc<Ledger>,
     latch: Mutex<Option<anyhow::Error>>,
     failed: AtomicBool,
-    blas: Option<blaslt::BlasLt>,
+    /// The vendor's matrix library, or why the own kernels serve.
+    blas: Result<blaslt::BlasLt, String>,
     counters: Counters,
 }
 
@@ -210,7 +211,10 @@ impl CudaDevice {
         let facts = probe::facts(&context)?;
         let stream = context.new_stream().context("the CUDA driver refused a stream")?;
         let functions = load_functions(&context, &facts)?;
-        let blas = blaslt::BlasLt::new(&context, &facts)?;
+        let blas = blaslt::BlasLt::new(&context, &facts);
+        if let Err(reason) = &blas {
+            tracing::info!("Tandem's own kernels compute matrix products: {reason}");
+        }
         let arena = Arc::new(Arena::new(Arc::clone(&context), vram_limit_bytes));
         Ok(Self {
             inner: Arc::new(Inner {
@@ -235,7 +239,12 @@ impl CudaDevice {
 
     /// The vendor's matrix library, where it was found and is allowed.
     pub fn blas(&self) -> Option<&blaslt::BlasLt> {
-        self.inner.blas.as_ref()
+        self.inner.blas.as_ref().ok()
+    }
+
+    /// What computes matrix products, in words: the vendor's library with its version, or the own kernels.
+    pub fn matrix_library(&self) -> String {
+        self.blas().map_or_else(|| "own matrix kernels".into(), blaslt::BlasLt::describe)
     }
 
     /// The stream that all compute runs on.
@@ -288,14 +297,31 @@ impl CudaDevice {
         if bytes == 0 || self.has_failed() {
             return empty(self);
         }
-        match self.inner.arena.alloc(bytes) {
-            Ok(block) => CudaBuffer { pointer: block.pointer(), block: Some(block), bytes, device: self.clone() },
+        // Slabs that nobody uses may be too small, or in the way: before giving up they go back to the driver.
+        let block = self.inner.arena.alloc(bytes).or_else(|_| {
+            self.trim();
+            self.inner.arena.alloc(bytes)
+        });
+        match block {
+            Ok(block) => self.buffer(block, bytes),
             Err(free_bytes) => {
                 let error = OutOfMemory { wanted_bytes: bytes as u64, free_bytes, category: category.name() };
                 self.latch(error.into());
                 empty(self)
             }
         }
+    }
+
+    /// As [`Self::alloc`], for memory that can be done without: `None` where there is none, and the device is not latched.
+    pub fn try_alloc(&self, bytes: usize) -> Option<CudaBuffer> {
+        if bytes == 0 || self.has_failed() {
+            return None;
+        }
+        self.inner.arena.alloc(bytes).ok().map(|block| self.buffer(block, bytes))
+    }
+
+    fn buffer(&self, block: Block, bytes: usize) -> CudaBuffer {
+        CudaBuffer { pointer: block.pointer(), block: Some(block), bytes, device: self.clone() }
     }
 
     /// Launches kernel `name` on the compute stream with its arguments in order ([`kernel_args`](crate::kernel_args) makes them).
@@ -345,7 +371,7 @@ impl CudaDevice {
 
     /// Queues a matrix product of the vendor's library, where [`Self::blas`] has one.
     pub fn blas_matmul(&self, shape: blaslt::Shape, operands: blaslt::Operands) {
-        let Some(blas) = self.inner.blas.as_ref().filter(|_| !self.has_failed()) else { return };
+        let Some(blas) = self.blas().filter(|_| !self.has_failed()) else { return };
         if let Err(error) = blas.matmul(self, shape, operands) {
             self.latch(error);
         }
