@@ -4,6 +4,7 @@
 //! is kept in a file of the user's cache folder, and equal runs on one machine stay bit-equal.
 
 mod choices;
+mod library;
 mod plan;
 mod timing;
 
@@ -156,16 +157,17 @@ impl BlasLt {
         if facts.laptop_tiles {
             return Err("TANDEM_TILES is set".into());
         }
-        // SAFETY: only tries to open the library.
-        if !unsafe { sys::is_culib_present() } {
-            return Err("cuBLASLt was not found".into());
-        }
+        let file = library::load(facts.driver_version)?;
         let handle = Handle(lt::create_handle().map_err(|error| format!("cuBLASLt did not start: {error}"))?);
         // SAFETY: a plain allocation, freed in `drop`.
         let workspace = unsafe { result::malloc_sync(WORKSPACE_BYTES) }
             .map_err(|error| format!("no memory for cuBLASLt's workspace: {error}"))?;
         // SAFETY: reads a constant.
         let cublaslt = unsafe { sys::cublasLtGetVersion() };
+        match file {
+            Some(file) => tracing::info!("cuBLASLt {} from {}", version_in_words(cublaslt), file.display()),
+            None => tracing::info!("cuBLASLt {}, found by the system's loader", version_in_words(cublaslt)),
+        }
         let choices = if std::env::var_os("TANDEM_BLAS_TIMING").is_some_and(|v| v == "0") {
             None
         } else {
