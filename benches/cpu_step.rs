@@ -39,7 +39,8 @@ fn main() {
         };
         let mut trainer = Trainer::new(model, setup).unwrap();
         println!("{kind:?}, {activations:?}, {tokens} tokens, {}", device.describe());
-        let mut step = || trainer.step(std::slice::from_ref(&batch), 0.0, &AtomicBool::new(false)).unwrap().unwrap();
+        let mut step =
+            || trainer.step_and_wait(std::slice::from_ref(&batch), 0.0, &AtomicBool::new(false)).unwrap().unwrap();
         step();
         let mut reports: Vec<_> = (0..steps).map(|_| step()).collect();
         reports.sort_by(|a, b| a.step_ms.total_cmp(&b.step_ms));

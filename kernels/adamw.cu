@@ -57,7 +57,8 @@ extern "C" __global__ void __launch_bounds__(512) sum_of_squares(const Entry* en
     if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }
 
-/// From all partials and the loss: norm, clip factor min(1, max_norm / (norm + 1e-6)), and whether both are finite. One block.
+/// From all partials and the loss: norm, clip factor min(1, max_norm / (norm + 1e-6)), and whether both are finite, now and in every
+/// step before: a step that was queued behind one that failed must not update. One block.
 extern "C" __global__ void __launch_bounds__(1024) clip_state(const float* partials, int n, const float* loss_sum, float max_norm,
                                                               float* state) {
     __shared__ float shared[WARP];
@@ -69,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(1024) clip_state(const float* parti
     state[0] = norm;
     state[1] = max_norm > 0.0f ? fminf(1.0f, max_norm / (norm + 1e-6f)) : 1.0f;
     state[3] = loss_sum[0];
-    state[2] = isfinite(norm) && isfinite(loss_sum[0]) ? 1.0f : 0.0f;
+    if (!(isfinite(norm) && isfinite(loss_sum[0]))) state[2] = 0.0f;
 }
 
 /// One AdamW update in f32; `working`, if not null, gets the new value in bf16.

@@ -75,7 +75,7 @@ fn golden_adapter_gradients_and_six_adamw_steps() {
             let batch = family.batch();
             let mut losses = Vec::new();
             for step in 0..family.f32s("lora_loss").len() {
-                let report = trainer.step(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap().unwrap();
+                let report = trainer.step_and_wait(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap().unwrap();
                 losses.push(report.loss as f32);
                 if step > 0 {
                     continue;
@@ -127,8 +127,9 @@ fn golden_accumulation_of_four_equals_one() {
         let run = |steps_of: &dyn Fn(Vec<PackedBatch>) -> Vec<PackedBatch>| {
             let mut trainer = family.lora_trainer(&device(2), Activations::Recompute);
             let micro_batches = steps_of(family.documents());
-            let losses: Vec<f32> =
-                (0..4).map(|_| trainer.step(&micro_batches, 0.0, &NEVER).unwrap().unwrap().loss as f32).collect();
+            let losses: Vec<f32> = (0..4)
+                .map(|_| trainer.step_and_wait(&micro_batches, 0.0, &NEVER).unwrap().unwrap().loss as f32)
+                .collect();
             losses
         };
         let merge = |batches: &[PackedBatch]| {
@@ -154,7 +155,9 @@ fn golden_recompute_equals_keep_and_threads_do_not_matter_bit_for_bit() {
             let mut trainer = family.lora_trainer(&device(threads), activations);
             let batch = family.batch();
             let losses: Vec<u64> = (0..4)
-                .map(|_| trainer.step(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap().unwrap().loss.to_bits())
+                .map(|_| {
+                    trainer.step_and_wait(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap().unwrap().loss.to_bits()
+                })
                 .collect();
             let adapters: Vec<Vec<f32>> = adapter_values(&trainer);
             (losses, adapters)
@@ -231,7 +234,7 @@ fn golden_smollm2_log_probabilities_and_adapter_losses() {
     let mut trainer = Trainer::new(model, setup).unwrap();
     set_adapters(&mut trainer, &case);
     for (step, want) in case.to_f32("lora_loss").unwrap().into_iter().enumerate() {
-        let report = trainer.step(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap().unwrap();
+        let report = trainer.step_and_wait(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap().unwrap();
         assert_close(&format!("lora_loss[{step}]"), &[report.loss as f32], &[want], F32_BOUND);
     }
 }

@@ -12,8 +12,10 @@ mod gpu_ops;
 use std::collections::HashMap;
 
 use golden_family::{Family, NEVER, adapter_values, assert_within_bf16, bf16_deviations, bf16_errors};
+use tandem::base::error::NonFinite;
 use tandem::tensor::{Device, Precision};
 use tandem::train::config::Activations;
+use tandem::train::trainer::{Stepped, Trainer};
 
 /// The GPU, or a reason to skip.
 fn gpu() -> Option<Device> {
@@ -59,7 +61,9 @@ fn golden_two_gpu_runs_and_recompute_and_keep_are_bit_equal() {
             let mut trainer = family.lora_trainer(&gpu, activations);
             let batch = family.batch();
             let losses: Vec<u64> = (0..4)
-                .map(|_| trainer.step(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap().unwrap().loss.to_bits())
+                .map(|_| {
+                    trainer.step_and_wait(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap().unwrap().loss.to_bits()
+                })
                 .collect();
             let adapters: Vec<Vec<f32>> = adapter_values(&trainer);
             (losses, adapters)
@@ -71,23 +75,70 @@ fn golden_two_gpu_runs_and_recompute_and_keep_are_bit_equal() {
 }
 
 #[test]
-fn a_step_that_has_run_once_allocates_nothing() {
+fn a_step_that_has_run_once_allocates_nothing_and_nobody_waits_for_it() {
     let Some(Device::Cuda(gpu)) = gpu() else { return };
     let device = Device::Cuda(gpu.clone());
     for family in Family::all() {
-        let mut trainer = family.lora_trainer(&device, Activations::Recompute);
         let batch = family.batch();
-        let mut step = || trainer.step(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap().unwrap();
-        step();
-        let before = gpu.counters();
-        step();
-        let after = gpu.counters();
-        assert_eq!(after.allocations, before.allocations, "{}", family.name);
+        let prompt: Vec<u64> = {
+            let mut trainer = family.lora_trainer(&device, Activations::Recompute);
+            let mut step = || trainer.step_and_wait(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap().unwrap();
+            (0..5).map(|_| step().loss.to_bits()).collect()
+        };
+        let mut trainer = family.lora_trainer(&device, Activations::Recompute);
+        let (mut reports, mut counters) = (Vec::new(), Vec::new());
+        for _ in 0..5 {
+            counters.push(gpu.counters());
+            let stepped = trainer.step(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap();
+            let Stepped::Submitted(report) = stepped else { panic!("nobody stopped it") };
+            reports.extend(report.map(|report| *report));
+        }
+        counters.push(gpu.counters());
+        reports.extend(trainer.flush().unwrap());
+        assert_eq!(reports.iter().map(|report| report.step).collect::<Vec<_>>(), [1, 2, 3, 4, 5]);
+        let late: Vec<u64> = reports.iter().map(|report| report.loss.to_bits()).collect();
+        assert_eq!(late, prompt, "{}: reports that come late say the same", family.name);
+        // From the third step on, with everything allocated and a step ahead.
+        for step in 2..5 {
+            let during = counters[step + 1] - counters[step];
+            assert_eq!((during.host_syncs, during.allocations), (0, 0), "{}: step {}", family.name, step + 1);
+            assert_eq!(reports[step].counters, Some(during), "{}: a report has the counters of its step", family.name);
+        }
+        let last = &reports[4];
         println!(
-            "{}: {} launches and {} host syncs a step",
+            "{}: {} launches a step; {:.3} ms, {:.3} ms of it in no phase; the host was held back {} times so far",
             family.name,
-            after.launches - before.launches,
-            after.host_syncs - before.host_syncs
+            (counters[5] - counters[4]).launches,
+            last.step_ms,
+            last.not_attributed_ms,
+            gpu.times_held_back()
         );
     }
+}
+
+#[test]
+fn a_step_behind_one_that_is_not_finite_changes_nothing() {
+    let Some(gpu) = gpu() else { return };
+    let family = Family::all().into_iter().next().unwrap();
+    let batch = family.batch();
+    let mut trainer = family.lora_trainer(&gpu, Activations::Keep);
+    trainer.step_and_wait(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap().unwrap();
+    let norm = |trainer: &mut Trainer, change: &dyn Fn(&mut f32)| {
+        let params = trainer.model_mut().params_mut();
+        let id = params.find("model.norm.weight").unwrap();
+        let mut values = params.to_vec(id);
+        change(&mut values[0]);
+        params.set(id, &values);
+    };
+    let (before, finite) = (adapter_values(&trainer), std::cell::Cell::new(0.0));
+    norm(&mut trainer, &|x| {
+        finite.set(*x);
+        *x = f32::NAN;
+    });
+    assert_eq!(trainer.step(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap(), Stepped::Submitted(None));
+    norm(&mut trainer, &|x| *x = finite.get());
+    let error = trainer.step(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap_err();
+    assert_eq!(error.downcast::<NonFinite>().unwrap().step, 2);
+    assert_eq!((trainer.steps_done(), trainer.flush().unwrap()), (1, None));
+    assert!(adapter_values(&trainer) == before, "the step behind it was finite, and was left out all the same");
 }

@@ -5,7 +5,7 @@ use std::mem::offset_of;
 use super::adamw::AdamWParams;
 use super::norm::ClipValues;
 use crate::kernel_args;
-use crate::tensor::cuda::{CudaBuffer, Launch};
+use crate::tensor::cuda::{CudaBuffer, Launch, ReadSlot, Readback};
 use crate::tensor::{Device, Gpu, MemoryCategory, Tensor, View};
 
 /// Values a block works on; the kernels have the same number.
@@ -62,8 +62,10 @@ pub struct MultiTensor {
     chunks: CudaBuffer,
     num_chunks: usize,
     partials: Tensor,
-    /// {norm, factor on the gradient, 1 if the update may happen, sum of losses}.
+    /// {norm, factor on the gradient, 1 if the update may happen, sum of losses}. Once an update may not happen, none may any more: the host
+    /// hears of it when the next one is queued already.
     state: Tensor,
+    readback: Readback<4>,
 }
 
 impl MultiTensor {
@@ -99,7 +101,8 @@ impl MultiTensor {
             num_chunks: chunks.len(),
             chunks: on_chunks,
             partials: device.empty_f32(category, &[chunks.len()]),
-            state: device.empty_f32(category, &[4]),
+            state: device.tensor_f32(category, &[4], vec![0.0, 1.0, 1.0, 0.0]),
+            readback: Readback::new(gpu),
         }
     }
 
@@ -109,7 +112,7 @@ impl MultiTensor {
     }
 
     /// Queues the norm of the gradients, the clip factor for `max_norm` (0: none), the finite flag in which `loss_sum` [1] takes part, and
-    /// one update, which is left out on the device where something is not finite.
+    /// one update, which is left out on the device where something is not finite, then or at any step before.
     pub fn step(&self, gpu: &Gpu, p: &AdamWParams, loss_sum: &Tensor, max_norm: f64) {
         let (entries, chunks) = (self.entries.pointer(), self.chunks.pointer());
         let (partials, state) = (self.partials.pointer(), self.state.pointer());
@@ -132,9 +135,14 @@ impl MultiTensor {
         gpu.launch("adamw", self.launch(), args);
     }
 
-    /// What clipping found; this waits for the device.
-    pub fn read(&self) -> ClipValues {
-        let values = self.state.to_vec();
+    /// Queues a copy of what clipping found.
+    pub fn queue_read(&self) -> ReadSlot {
+        self.readback.queue(self.state.pointer())
+    }
+
+    /// What clipping found, when the device has passed the copy.
+    pub fn read(&self, slot: ReadSlot) -> ClipValues {
+        let values = self.readback.read(slot);
         ClipValues {
             norm: f64::from(values[0]),
             scale: values[1],

@@ -17,7 +17,7 @@ use crate::tensor::phase::PhaseTime;
 use crate::tensor::{Device, MemoryCategory};
 use crate::train::config::{Activations, DeviceChoice, MethodConfig, OptimizerConfig, Precision, ScheduleKind};
 use crate::train::report::StepReport;
-use crate::train::trainer::{Trainer, TrainerSetup, room_for};
+use crate::train::trainer::{Stepped, Trainer, TrainerSetup, room_for};
 
 /// Configurations that come with Tandem: sizes and flags of published models, without weights.
 const KNOWN: [(&str, &str); 6] = [
@@ -157,11 +157,16 @@ pub fn run(options: &BenchOptions, device: &Device) -> Result<BenchRow> {
     };
     let mut trainer = Trainer::new(model, setup)?;
     let stop = AtomicBool::new(false);
-    let mut step = || trainer.step(&batches, 0.0, &stop)?.context("the step was stopped");
-    for _ in 0..warmup {
-        step()?;
+    // Steps follow each other without a wait between them, as in a run; the reports come late.
+    let mut reports: Vec<StepReport> = Vec::with_capacity(warmup + steps);
+    for _ in 0..warmup + steps {
+        match trainer.step(&batches, 0.0, &stop)? {
+            Stepped::Stopped => bail!("the step was stopped"),
+            Stepped::Submitted(report) => reports.extend(report.map(|report| *report)),
+        }
     }
-    let mut reports: Vec<StepReport> = (0..steps).map(|_| step()).collect::<Result<_>>()?;
+    reports.extend(trainer.flush()?);
+    reports.drain(..warmup);
     let loss = reports.last().map_or(f64::NAN, |report| report.loss);
     reports.sort_by(|a, b| a.step_ms.total_cmp(&b.step_ms));
     let median = &reports[reports.len() / 2];

@@ -140,7 +140,7 @@ pub fn start(config: RunConfig, waker: Option<RunWaker>) -> Result<RunHandle> {
 ///
 /// # Errors
 /// When the configuration is not valid, or the folder, the store or the thread cannot be made.
-fn start_body(
+pub(super) fn start_body(
     config: RunConfig,
     waker: Option<RunWaker>,
     body: impl FnOnce(&RunContext) -> Result<Outcome> + Send + 'static,

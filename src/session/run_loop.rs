@@ -4,6 +4,7 @@ mod eta;
 mod preparing;
 mod saving;
 
+use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
@@ -14,6 +15,8 @@ use self::preparing::Prepared;
 use super::event::{NoteLevel, Outcome, RunEvent};
 use super::handle::RunContext;
 use crate::base::error::Result;
+use crate::train::report::StepReport;
+use crate::train::trainer::Stepped;
 
 /// Runs a run on the calling thread; everything it has to say goes to the context's sink.
 ///
@@ -22,17 +25,7 @@ use crate::base::error::Result;
 /// was trained until then is saved.
 pub(super) fn run(context: &RunContext) -> Result<Outcome> {
     let Some(prepared) = preparing::prepare(context)? else { return Ok(Outcome::Stopped) };
-    context.sink.emit(RunEvent::Started(prepared.info.clone()));
-    let training = Training {
-        context,
-        prepared,
-        began: Instant::now(),
-        tokens_seen: 0,
-        eta: Eta::default(),
-        evaluated: None,
-        saved: None,
-    };
-    training.run()
+    Training::new(context, prepared).run()
 }
 
 /// A run between its first and its last step.
@@ -40,6 +33,8 @@ struct Training<'a> {
     context: &'a RunContext,
     prepared: Prepared,
     began: Instant,
+    /// Epochs of the steps that are not told yet, in order: a GPU's reports come one step late.
+    untold: VecDeque<f64>,
     tokens_seen: u64,
     eta: Eta,
     /// Step of the last evaluation.
@@ -55,9 +50,33 @@ enum Ended {
     Stopped,
 }
 
-impl Training<'_> {
+impl<'a> Training<'a> {
+    fn new(context: &'a RunContext, prepared: Prepared) -> Self {
+        Self {
+            context,
+            prepared,
+            began: Instant::now(),
+            untold: VecDeque::new(),
+            tokens_seen: 0,
+            eta: Eta::default(),
+            evaluated: None,
+            saved: None,
+        }
+    }
+
     fn run(mut self) -> Result<Outcome> {
+        self.context.sink.emit(RunEvent::Started(self.prepared.info.clone()));
         let ended = self.train();
+        // However it ended, the last step is told.
+        let ended = match (ended, self.flush()) {
+            (Ok(ended), Ok(())) => Ok(ended),
+            (Ok(_), Err(error)) => Err(error),
+            (Err(error), Ok(())) => Err(error),
+            (Err(error), Err(step_error)) => {
+                self.context.sink.note(NoteLevel::Error, format!("{step_error:#}"));
+                Err(error)
+            }
+        };
         // An error that ends the run must not cost what was trained before it.
         let saved = self.save_result();
         match (ended, saved) {
@@ -111,21 +130,40 @@ impl Training<'_> {
             bail!("the loader ended before the run did");
         };
         let data_wait_ms = waited.elapsed().as_secs_f64() * 1e3;
-        let report = self.prepared.trainer.step(&next.batches, data_wait_ms, control.stop_flag())?;
-        let Some(report) = report else { return Ok(Ended::Stopped) };
+        let Stepped::Submitted(report) =
+            self.prepared.trainer.step(&next.batches, data_wait_ms, control.stop_flag())?
+        else {
+            return Ok(Ended::Stopped);
+        };
+        self.untold.push_back(next.epoch);
+        if let Some(report) = report {
+            self.tell(report);
+        }
+        Ok(Ended::Done)
+    }
+
+    /// Waits for the last step and tells it, unless that was done: what follows sees the model and the events after it.
+    fn flush(&mut self) -> Result<()> {
+        if let Some(report) = self.prepared.trainer.flush()? {
+            self.tell(Box::new(report));
+        }
+        Ok(())
+    }
+
+    /// Tells a step; steps are told in their order.
+    fn tell(&mut self, report: Box<StepReport>) {
         self.context.steps_done.store(report.step, Ordering::Relaxed);
         self.tokens_seen += report.document_tokens;
         let steps_left = self.prepared.info.total_steps.saturating_sub(report.step);
         let tokens_left = steps_left as f64 * self.prepared.tokens_per_step;
         let eta_s = self.eta.after_step(report.document_tokens, report.step_ms, tokens_left);
         self.context.sink.emit(RunEvent::Step {
-            report: Box::new(report),
-            epoch: next.epoch,
+            report,
+            epoch: self.untold.pop_front().unwrap_or_default(),
             elapsed_s: self.began.elapsed().as_secs_f64(),
             tokens_seen: self.tokens_seen,
             eta_s,
         });
-        Ok(Ended::Done)
     }
 
     /// Measures the held-out loss, once a step; does nothing without held-out records.
@@ -134,6 +172,7 @@ impl Training<'_> {
         if self.prepared.eval_batches.is_empty() || self.evaluated == Some(step) {
             return Ok(Ended::Done);
         }
+        self.flush()?;
         let report = self.prepared.trainer.evaluate(&self.prepared.eval_batches, self.context.control.stop_flag())?;
         let Some(report) = report else { return Ok(Ended::Stopped) };
         self.evaluated = Some(step);
@@ -151,6 +190,7 @@ impl Training<'_> {
 
     /// Saves because the user asked for it.
     fn save_now(&mut self) -> Result<()> {
+        self.flush()?;
         if self.prepared.trainer.steps_done() == 0 {
             self.context.sink.note(NoteLevel::Info, "nothing is trained yet, so there is nothing to save");
             return Ok(());
@@ -160,6 +200,7 @@ impl Training<'_> {
 
     /// Saves into a folder of this step, unless that was done already.
     fn save_step(&mut self) -> Result<()> {
+        self.flush()?;
         let step = self.prepared.trainer.steps_done();
         if self.saved == Some(step) { Ok(()) } else { self.save(&format!("-step-{step}")) }
     }
@@ -176,3 +217,6 @@ impl Training<'_> {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -7,6 +7,7 @@ use crate::ops::adamw::{self, AdamWParams};
 use crate::ops::cross_entropy::LossSum;
 use crate::ops::multi_tensor::{Member, MultiTensor};
 use crate::ops::norm::{self, ClipValues};
+use crate::tensor::cuda::ReadSlot;
 use crate::tensor::{Device, Gpu, MemoryCategory, Tensor};
 
 /// Optimizer state of one parameter.
@@ -47,7 +48,7 @@ impl Optimizer {
         Self { slots, updates: 0, table: None }
     }
 
-    /// Updates done.
+    /// Updates done, or queued on a GPU.
     pub fn updates(&self) -> u64 {
         self.updates
     }
@@ -55,8 +56,7 @@ impl Optimizer {
     /// One update with learning rate `lr`, the gradients scaled to at most `max_grad_norm`. Weight decay spares parameters of one
     /// dimension (norms and biases), as Transformers' Trainer does. Nothing is updated when the loss or a gradient is not finite.
     ///
-    /// # Errors
-    /// Names the first parameter whose gradient is NaN or infinite. A loss that is not finite shows in the result.
+    /// Gives what clipping found. `None` on a GPU, where the update is only queued: it counts until [`Self::take_back`] says otherwise.
     pub fn step(
         &mut self,
         model: &mut Transformer,
@@ -64,7 +64,7 @@ impl Optimizer {
         loss: &LossSum,
         config: &OptimizerConfig,
         lr: f64,
-    ) -> Result<ClipValues, BadGradient> {
+    ) -> Option<ClipValues> {
         let params = AdamWParams {
             lr,
             beta1: config.beta1,
@@ -73,11 +73,12 @@ impl Optimizer {
             weight_decay: config.weight_decay,
             step: self.updates + 1,
         };
-        let values = match (model.device().clone(), loss) {
+        match (model.device().clone(), loss) {
             (Device::Cuda(gpu), LossSum::Device(loss)) => {
                 let table = self.table(model, grads, &gpu);
                 table.step(&gpu, &params, loss, config.max_grad_norm);
-                table.read()
+                self.updates += 1;
+                None
             }
             _ => {
                 let all = self.slots.iter().filter_map(|slot| grads.get(slot.id));
@@ -86,18 +87,26 @@ impl Optimizer {
                 let finite = norm.is_finite() && loss_sum.is_finite();
                 if finite {
                     self.update_on_cpu(model, grads, &params, scale);
+                    self.updates += 1;
                 }
-                ClipValues { norm, scale, finite, loss_sum }
+                Some(ClipValues { norm, scale, finite, loss_sum })
             }
-        };
-        if values.finite {
-            self.updates += 1;
-            return Ok(values);
         }
-        match self.first_bad_gradient(model, grads) {
-            Some(bad) if values.loss_sum.is_finite() => Err(bad),
-            _ => Ok(values),
-        }
+    }
+
+    /// Queues a copy of what clipping finds in the update that was queued last; `None` on the CPU.
+    pub fn queue_read(&self) -> Option<ReadSlot> {
+        self.table.as_ref().map(MultiTensor::queue_read)
+    }
+
+    /// What such a copy holds, when the device has passed it.
+    pub fn read(&self, slot: ReadSlot) -> Option<ClipValues> {
+        self.table.as_ref().map(|table| table.read(slot))
+    }
+
+    /// Counts only `updates`: those queued behind them were not made.
+    pub fn take_back(&mut self, updates: u64) {
+        self.updates = updates;
     }
 
     /// Sets every gradient to zero.
@@ -134,7 +143,8 @@ impl Optimizer {
         }
     }
 
-    fn first_bad_gradient(&self, model: &Transformer, grads: &Grads) -> Option<BadGradient> {
+    /// The first gradient, as they stand, that is not finite. From a GPU this waits for the device: it serves to explain a failure.
+    pub fn first_bad_gradient(&self, model: &Transformer, grads: &Grads) -> Option<BadGradient> {
         self.slots.iter().find_map(|slot| {
             let value = norm::first_non_finite(&grads.get(slot.id)?.to_vec())?;
             Some(BadGradient { name: model.params().name(slot.id).to_owned(), value })

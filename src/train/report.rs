@@ -25,7 +25,8 @@ pub struct StepReport {
     pub document_tokens: u64,
     /// Supervised tokens: the loss's denominator.
     pub num_label_tokens: u64,
-    /// Wall time of the step, waiting for data included, in milliseconds.
+    /// Wall time of the step, waiting for data included, in milliseconds. On a GPU, where steps follow each other: from the end of the one before
+    /// to its own.
     pub step_ms: f64,
     /// Time by phase, in the order of `Phase::ALL`.
     pub phases: Vec<PhaseTime>,
@@ -33,7 +34,7 @@ pub struct StepReport {
     pub not_attributed_ms: f64,
     /// Memory at the end of the step.
     pub memory: MemoryReport,
-    /// Launches, host syncs and allocations of the step, on a GPU.
+    /// Launches, host syncs and allocations while the step was queued, on a GPU.
     #[serde(default)]
     pub counters: Option<CounterValues>,
     /// Spans of this step, where it was an instrumented one.

@@ -18,7 +18,11 @@ use crate::layers::parameter::Grads;
 use crate::model::lora::LoraSpec;
 use crate::model::transformer::{PassOptions, Transformer};
 use crate::ops::cross_entropy::LossSum;
-use crate::ops::norm::first_non_finite;
+use crate::ops::norm::{ClipValues, first_non_finite};
+use crate::tensor::Device;
+use crate::tensor::clock::ClosedStep;
+use crate::tensor::cuda::{CounterValues, ReadSlot};
+use crate::tensor::memory::MemoryReport;
 use crate::tensor::phase::{Pass, Phase};
 
 /// How a trainer is set up.
@@ -59,6 +63,43 @@ pub struct Trainer {
     setup: TrainerSetup,
     grads: Grads,
     optimizer: Optimizer,
+    /// Whether a step's report comes from the call after it: on a GPU.
+    reports_late: bool,
+    /// The step whose report is to come.
+    submitted: Option<Submitted>,
+    /// Whether a step was not finite whose successor was queued already: the device makes no more updates then.
+    failed: bool,
+}
+
+/// What [`Trainer::step`] did.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Stepped {
+    /// `stop` was raised before the update: nothing has changed.
+    Stopped,
+    /// The update is done (CPU) or queued (GPU); with the report that is known now: its own on the CPU, on a GPU that of the step before,
+    /// none at the first step and after [`Trainer::flush`].
+    Submitted(Option<Box<StepReport>>),
+}
+
+/// A step whose result is not read yet.
+#[derive(Debug)]
+struct Submitted {
+    number: u64,
+    found: Found,
+    times: ClosedStep,
+    lr: f64,
+    total_tokens: u64,
+    document_tokens: u64,
+    num_label_tokens: u64,
+    memory: MemoryReport,
+    counters: Option<CounterValues>,
+}
+
+/// What clipping found in a step.
+#[derive(Debug)]
+enum Found {
+    Now(ClipValues),
+    Later(ReadSlot),
 }
 
 impl Trainer {
@@ -77,7 +118,8 @@ impl Trainer {
         }
         let grads = Grads::new(model.params());
         let optimizer = Optimizer::new(&model);
-        Ok(Self { model, setup, grads, optimizer })
+        let reports_late = matches!(model.device(), Device::Cuda(_));
+        Ok(Self { model, setup, grads, optimizer, reports_late, submitted: None, failed: false })
     }
 
     /// The model.
@@ -95,7 +137,7 @@ impl Trainer {
         &self.grads
     }
 
-    /// Optimizer updates done.
+    /// Optimizer updates done, on a GPU with the one that is queued.
     pub fn steps_done(&self) -> u64 {
         self.optimizer.updates()
     }
@@ -106,26 +148,27 @@ impl Trainer {
     }
 
     /// One optimizer update from the micro-batches of one step; `data_wait_ms` is the time spent waiting for them.
-    /// `None` when `stop` was raised before the update: nothing has changed then.
+    ///
+    /// On a GPU the update is queued and nobody waits for it. Its report comes from the next call, when the device has long done it, or from
+    /// [`Self::flush`]. So the host is one step ahead at most. On the CPU a report comes at once.
     ///
     /// The loss is the sum over all micro-batches divided by the supervised tokens of all of them, never a mean of means.
     ///
     /// # Errors
-    /// [`NonFinite`] when the loss or a gradient is NaN or infinite (no update is made); an error when a batch does not fit the model.
-    pub fn step(
-        &mut self,
-        micro_batches: &[PackedBatch],
-        data_wait_ms: f64,
-        stop: &AtomicBool,
-    ) -> Result<Option<StepReport>> {
+    /// [`NonFinite`] when the loss or a gradient is NaN or infinite: no update is made, neither in that step nor in one that was queued behind
+    /// it, and on a GPU no more steps are taken. An error when a batch does not fit the model; the report of the step before is not lost then.
+    pub fn step(&mut self, micro_batches: &[PackedBatch], data_wait_ms: f64, stop: &AtomicBool) -> Result<Stepped> {
         let num_label_tokens: usize = micro_batches.iter().map(|batch| batch.num_label_tokens).sum();
         ensure!(num_label_tokens > 0, "a step without a supervised token: nothing to learn from");
+        ensure!(
+            !self.failed,
+            "a step of this trainer gave numbers that are not finite: start again from what was saved"
+        );
         let number = self.steps_done() + 1;
         let device = self.model.device().clone();
         let clock = device.clock();
         let counters = device.counters();
-        clock.begin_step(true);
-        clock.book(Phase::DataWait, Pass::Step, data_wait_ms);
+        clock.begin_step(true, data_wait_ms);
         {
             let _phase = clock.enter(Phase::Optimizer, Pass::Step, None);
             self.optimizer.clear_gradients(&self.model, &mut self.grads);
@@ -145,33 +188,30 @@ impl Trainer {
             let done = self.model.forward_backward(&mut self.grads, &mut loss, &uploaded, options);
             if done.is_none() || stop.load(Ordering::Relaxed) {
                 device.check()?;
-                return Ok(None);
+                return Ok(Stepped::Stopped);
             }
         }
         let lr = learning_rate(&self.setup.optimizer, number - 1, self.setup.total_steps);
-        let update = {
+        let known = {
             let _phase = clock.enter(Phase::Optimizer, Pass::Step, None);
-            let Self { model, setup, grads, optimizer } = self;
+            let Self { model, setup, grads, optimizer, .. } = self;
             device.run(|| optimizer.step(model, grads, &loss, &setup.optimizer, lr))
         };
-        device.check()?;
-        let update = update.map_err(|BadGradient { name, value }| NonFinite {
-            step: number,
-            tensor: format!("the gradient of {name}"),
-            value,
-        })?;
-        let loss = update.loss_sum / num_label_tokens as f64;
-        if !update.finite {
-            return Err(self.why_not_finite(number, loss).into());
-        }
+        // The copy comes last: when it has been passed, so have the marks of the clock.
         let times = clock.end_step();
-        let step_ms = times.step_ms + data_wait_ms;
-        let attributed: f64 = times.phases.iter().filter_map(|phase| phase.total_ms()).sum();
-        Ok(Some(StepReport {
-            step: number,
-            loss,
-            grad_norm: update.norm,
-            clipped: update.scale < 1.0,
+        let found = match known {
+            Some(values) => Some(Found::Now(values)),
+            None => self.optimizer.queue_read().map(Found::Later),
+        };
+        if let Err(error) = device.check() {
+            // What follows a failure on the device is skipped there, the update too.
+            self.optimizer.take_back(number - 1);
+            return Err(error);
+        }
+        let submitted = Submitted {
+            number,
+            found: found.context("an update left no result")?,
+            times,
             lr,
             total_tokens: micro_batches.iter().map(|batch| batch.input_ids.len() as u64).sum(),
             document_tokens: micro_batches
@@ -179,26 +219,111 @@ impl Trainer {
                 .map(|batch| (batch.input_ids.len() - batch.num_padding_tokens) as u64)
                 .sum(),
             num_label_tokens: num_label_tokens as u64,
-            step_ms,
-            not_attributed_ms: (step_ms - attributed).max(0.0),
-            phases: times.phases,
             memory: device.memory(),
             counters: device.counters().zip(counters).map(|(after, before)| after - before),
-            spans: times.spans,
-        }))
+        };
+        let ready = if self.reports_late { self.submitted.replace(submitted) } else { Some(submitted) };
+        let report = ready.map(|submitted| self.report(submitted)).transpose()?;
+        Ok(Stepped::Submitted(report.map(Box::new)))
     }
 
-    /// Names what made the loss of step `step` NaN or infinite: a parameter that is not finite itself, else the loss.
-    fn why_not_finite(&self, step: u64, loss: f64) -> NonFinite {
+    /// Waits for the step that was queued last, and gives its report if no call has given it yet. Needed before everything that must not be one
+    /// step ahead: evaluation, saving, the end.
+    ///
+    /// # Errors
+    /// As [`Self::step`].
+    pub fn flush(&mut self) -> Result<Option<StepReport>> {
+        // What follows is no part of a step.
+        self.model.device().clock().pause();
+        self.submitted.take().map(|submitted| self.report(submitted)).transpose()
+    }
+
+    /// As [`Self::step`], but waits for this step and gives its own report; `None` when `stop` was raised before the update. For a loop that
+    /// looks at each step before the next: the report of an earlier one that is not given yet is lost.
+    ///
+    /// # Errors
+    /// As [`Self::step`].
+    pub fn step_and_wait(
+        &mut self,
+        micro_batches: &[PackedBatch],
+        data_wait_ms: f64,
+        stop: &AtomicBool,
+    ) -> Result<Option<StepReport>> {
+        match self.step(micro_batches, data_wait_ms, stop)? {
+            Stepped::Stopped => Ok(None),
+            Stepped::Submitted(report) => Ok(self.flush()?.or(report.map(|report| *report))),
+        }
+    }
+
+    /// The report of a step, when the device has done it.
+    fn report(&mut self, submitted: Submitted) -> Result<StepReport> {
+        let Submitted { number, found, times, lr, num_label_tokens, .. } = submitted;
+        let device = self.model.device().clone();
+        let found = match found {
+            Found::Now(values) => Some(values),
+            Found::Later(slot) => self.optimizer.read(slot),
+        };
+        if let Err(error) = device.check() {
+            // Nobody knows what became of this step, or of the one behind it.
+            self.submitted = None;
+            self.optimizer.take_back(number - 1);
+            return Err(error);
+        }
+        let found = found.context("an update left no result")?;
+        let loss = found.loss_sum / num_label_tokens as f64;
+        if !found.finite {
+            self.failed = self.reports_late;
+            // The step behind this one, if there is one, was left out on the device.
+            self.submitted = None;
+            self.optimizer.take_back(number - 1);
+            return Err(self.why_not_finite(number, &found, loss).into());
+        }
+        let times = device.clock().read(times);
+        let attributed: f64 = times.phases.iter().filter_map(|phase| phase.total_ms()).sum();
+        Ok(StepReport {
+            step: number,
+            loss,
+            grad_norm: found.norm,
+            clipped: found.scale < 1.0,
+            lr,
+            total_tokens: submitted.total_tokens,
+            document_tokens: submitted.document_tokens,
+            num_label_tokens,
+            step_ms: times.step_ms,
+            not_attributed_ms: (times.step_ms - attributed).max(0.0),
+            phases: times.phases,
+            memory: submitted.memory,
+            counters: submitted.counters,
+            spans: times.spans,
+        })
+    }
+
+    /// Names what made step `step` NaN or infinite: the first gradient that is, under a finite loss; else a parameter that is not finite itself;
+    /// else the norm or the loss. On a GPU the gradients may be those of the step behind it, made with the same parameters.
+    fn why_not_finite(&self, step: u64, found: &ClipValues, loss: f64) -> NonFinite {
+        if found.loss_sum.is_finite()
+            && let Some(BadGradient { name, value }) = self.optimizer.first_bad_gradient(&self.model, &self.grads)
+        {
+            return NonFinite { step, tensor: format!("the gradient of {name}"), value };
+        }
         let params = self.model.params();
         let bad = params
             .iter()
             .find_map(|(id, parameter)| Some((parameter.name.clone(), first_non_finite(&params.to_vec(id))?)));
-        let (tensor, value) = bad.unwrap_or_else(|| ("the loss".into(), loss as f32));
+        let (tensor, value) = bad.unwrap_or_else(|| match found.loss_sum.is_finite() {
+            true => ("the norm of the gradients".into(), found.norm as f32),
+            false => ("the loss".into(), loss as f32),
+        });
         NonFinite { step, tensor, value }
     }
 
-    /// Mean loss over held-out batches; `None` when `stop` was raised on the way.
+    /// Lets a trainer on the CPU give its reports one step late, as on a GPU.
+    #[cfg(test)]
+    pub(crate) fn report_late(&mut self) {
+        self.reports_late = true;
+    }
+
+    /// Mean loss over held-out batches; `None` when `stop` was raised on the way. A step that is queued counts as done: [`Self::flush`] first.
     ///
     /// # Errors
     /// When the batches hold no supervised token or do not fit the model.

@@ -67,7 +67,7 @@ fn fill_adapters(trainer: &mut Trainer) {
 }
 
 fn step(trainer: &mut Trainer, batches: &[PackedBatch]) -> StepReport {
-    trainer.step(batches, 0.0, &NEVER).unwrap().unwrap()
+    trainer.step_and_wait(batches, 0.0, &NEVER).unwrap().unwrap()
 }
 
 fn trainable(trainer: &Trainer) -> Vec<(ParamId, String, Vec<f32>)> {
@@ -326,13 +326,13 @@ fn micro_batches_without_supervised_tokens_change_nothing() {
     assert_same_bits("weights", &a, &b);
 
     let mut trainer = trainer(&cpu(1), &model("tied llama"), setup(lora(0.0), Activations::Keep));
-    let error = trainer.step(std::slice::from_ref(&unsupervised), 0.0, &NEVER).unwrap_err().to_string();
+    let error = trainer.step_and_wait(std::slice::from_ref(&unsupervised), 0.0, &NEVER).unwrap_err().to_string();
     assert!(error.contains("without a supervised token"), "{error}");
     let error = trainer.evaluate(&[unsupervised], &NEVER).unwrap_err().to_string();
     assert!(error.contains("no supervised token"), "{error}");
     let mut wrong = supervised;
     wrong.num_label_tokens += 1;
-    let error = trainer.step(&[wrong], 0.0, &NEVER).unwrap_err().to_string();
+    let error = trainer.step_and_wait(&[wrong], 0.0, &NEVER).unwrap_err().to_string();
     assert!(error.contains("supervised tokens; it has"), "{error}");
 }
 
@@ -341,13 +341,69 @@ fn a_stopped_step_leaves_no_trace() {
     let batch = batch(10, &[40]);
     let new = || trainer(&cpu(2), &model("tied llama"), setup(lora(0.2), Activations::Recompute));
     let (mut stopped, mut fresh) = (new(), new());
-    assert!(stopped.step(std::slice::from_ref(&batch), 0.0, &AtomicBool::new(true)).unwrap().is_none());
+    assert!(stopped.step_and_wait(std::slice::from_ref(&batch), 0.0, &AtomicBool::new(true)).unwrap().is_none());
     assert!(stopped.evaluate(std::slice::from_ref(&batch), &AtomicBool::new(true)).unwrap().is_none());
     assert_eq!(stopped.steps_done(), 0);
     assert_same_bits("after the stop", &stopped, &fresh);
     let (a, b) = (step(&mut stopped, std::slice::from_ref(&batch)), step(&mut fresh, std::slice::from_ref(&batch)));
     assert_eq!((a.step, a.loss, a.grad_norm), (b.step, b.loss, b.grad_norm));
     assert_same_bits("after the step", &stopped, &fresh);
+}
+
+#[test]
+fn late_reports_come_in_turn_and_flush_gives_the_last() {
+    let batches: Vec<Vec<PackedBatch>> = (0..4).map(|i| vec![batch(20 + i, &[20, 9 + i as usize])]).collect();
+    let new = || trainer(&cpu(2), &model("tied llama"), setup(lora(0.2), Activations::Keep));
+    let (mut prompt, mut late) = (new(), new());
+    late.report_late();
+    let submit = |trainer: &mut Trainer, batches: &[PackedBatch], stop: bool| {
+        trainer.step(batches, 0.0, &AtomicBool::new(stop)).unwrap()
+    };
+    let report = |stepped| match stepped {
+        Stepped::Submitted(report) => report.map(|report| *report),
+        Stepped::Stopped => panic!("nobody stopped it"),
+    };
+    let key = |report: &StepReport| (report.step, report.loss.to_bits(), report.total_tokens, report.lr.to_bits());
+    let wanted: Vec<_> =
+        batches.iter().map(|batches| key(&report(submit(&mut prompt, batches, false)).unwrap())).collect();
+    assert_eq!(prompt.flush().unwrap(), None, "the CPU has told everything");
+
+    let mut told: Vec<StepReport> = Vec::new();
+    assert_eq!(report(submit(&mut late, &batches[0], false)), None);
+    told.extend(report(submit(&mut late, &batches[1], false)));
+    assert_eq!((told.len(), late.steps_done()), (1, 2));
+    // Neither a stop nor a batch that does not fit loses what is still to come, and neither counts.
+    assert_eq!(submit(&mut late, &batches[2], true), Stepped::Stopped);
+    let mut wrong = batches[2].clone();
+    wrong[0].num_label_tokens += 1;
+    assert!(late.step(&wrong, 0.0, &NEVER).is_err());
+    assert_eq!(late.steps_done(), 2);
+    told.extend(late.flush().unwrap());
+    assert_eq!((told.len(), late.flush().unwrap()), (2, None));
+    assert_eq!(report(submit(&mut late, &batches[2], false)), None, "after a flush it begins anew");
+    told.extend(report(submit(&mut late, &batches[3], false)));
+    told.extend(late.flush().unwrap());
+    assert_eq!(told.iter().map(key).collect::<Vec<_>>(), wanted);
+    assert_same_bits("adapters", &prompt, &late);
+    assert_eq!(step(&mut late, &batches[0]).step, 5, "waiting gives a step's own report");
+}
+
+#[test]
+fn after_a_late_step_that_is_not_finite_no_more_are_taken() {
+    let batch = batch(11, &[30]);
+    let mut trainer = trainer(&cpu(2), &model("tied llama"), setup(full(), Activations::Keep));
+    trainer.report_late();
+    step(&mut trainer, std::slice::from_ref(&batch));
+    let params = trainer.model.params_mut();
+    let norm = params.find("model.norm.weight").unwrap();
+    params.set(norm, &vec![f32::NAN; params.get(norm).len()]);
+    let submitted = trainer.step(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap();
+    assert_eq!(submitted, Stepped::Submitted(None));
+    let error = trainer.step(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap_err().downcast::<NonFinite>().unwrap();
+    assert_eq!((error.step, error.tensor.as_str(), trainer.steps_done()), (2, "model.norm.weight", 1));
+    assert_eq!(trainer.flush().unwrap(), None, "the step behind it was left out");
+    let error = trainer.step(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap_err().to_string();
+    assert!(error.contains("start again from what was saved"), "{error}");
 }
 
 #[test]
@@ -365,7 +421,7 @@ fn non_finite_values_name_step_and_tensor() {
     };
     let refusal = |mut trainer: Trainer| {
         let before = trainable(&trainer);
-        let error = trainer.step(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap_err();
+        let error = trainer.step_and_wait(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap_err();
         assert_eq!(trainer.steps_done(), 1, "no update is made");
         let unchanged = trainable(&trainer)
             .iter()
@@ -388,7 +444,8 @@ fn non_finite_values_name_step_and_tensor() {
     set(&mut trainer, "model.layers.2.self_attn.v_proj.weight", 0.0);
     set(&mut trainer, "model.layers.2.self_attn.v_proj.lora_A", 1e10);
     set(&mut trainer, "model.layers.2.self_attn.o_proj.weight", 1e12);
-    let error = trainer.step(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap_err().downcast::<NonFinite>().unwrap();
+    let error =
+        trainer.step_and_wait(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap_err().downcast::<NonFinite>().unwrap();
     assert_eq!((error.step, error.tensor.as_str()), (1, "the gradient of model.layers.2.self_attn.v_proj.lora_B"));
     assert!(!error.value.is_finite());
 }

@@ -246,7 +246,7 @@ pub fn bf16_deviations(family: &Family, device: &Device) -> HashMap<String, f64>
     let mut trainer = family.lora_trainer(device, Activations::Recompute);
     let mut losses = Vec::new();
     for step in 0..family.f32s("lora_loss").len() {
-        let report = trainer.step(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap().unwrap();
+        let report = trainer.step_and_wait(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap().unwrap();
         losses.push(report.loss as f32);
         for (id, parameter) in trainer.model().params().iter().filter(|(_, p)| p.trainable && step == 0) {
             let name = format!("lora_grad.{}", parameter.name);

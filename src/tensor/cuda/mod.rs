@@ -8,7 +8,10 @@ pub mod arena;
 pub mod blaslt;
 mod clock;
 pub mod images;
+mod pinned;
 pub mod probe;
+mod readback;
+mod staging;
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
@@ -23,8 +26,10 @@ use serde::{Deserialize, Serialize};
 use super::memory::{Ledger, MemoryCategory};
 use crate::base::error::{NoDevice, OutOfMemory, Result};
 use arena::{Arena, Block};
-pub use clock::{EventClock, Mark};
+pub use clock::EventClock;
 pub use probe::DeviceFacts;
+pub use readback::{ReadSlot, Readback};
+use staging::Staging;
 
 /// One NVIDIA GPU. Cheap to clone.
 #[derive(Clone)]
@@ -44,6 +49,7 @@ struct Inner {
     failed: AtomicBool,
     /// The vendor's matrix library, or why the own kernels serve.
     blas: Result<blaslt::BlasLt, String>,
+    staging: Mutex<Staging>,
     counters: Counters,
 }
 
@@ -61,8 +67,11 @@ unsafe impl Sync for Function {}
 pub struct Counters {
     /// Kernels and library calls launched.
     pub launches: AtomicU64,
-    /// Times the host waited for the device.
+    /// Times the host waited for the device to finish everything, so that it stood still until the host had queued more. A copy from
+    /// pageable memory, for which the driver may wait, counts as one.
     pub host_syncs: AtomicU64,
+    /// Times the host waited because it was far ahead: the device had more to do all the while.
+    pub held_back: AtomicU64,
     /// Driver allocations.
     pub allocations: AtomicU64,
 }
@@ -72,7 +81,7 @@ pub struct Counters {
 pub struct CounterValues {
     /// Kernels and library calls launched.
     pub launches: u64,
-    /// Times the host waited for the device.
+    /// Times the host waited for the device to finish everything, so that it stood still until the host had queued more.
     pub host_syncs: u64,
     /// Driver allocations.
     pub allocations: u64,
@@ -215,6 +224,7 @@ impl CudaDevice {
         if let Err(reason) = &blas {
             tracing::info!("Tandem's own kernels compute matrix products: {reason}");
         }
+        let staging = Staging::new(&context).context("the CUDA driver refused page-locked memory")?;
         let arena = Arc::new(Arena::new(Arc::clone(&context), vram_limit_bytes));
         Ok(Self {
             inner: Arc::new(Inner {
@@ -227,6 +237,7 @@ impl CudaDevice {
                 latch: Mutex::default(),
                 failed: AtomicBool::new(false),
                 blas,
+                staging: Mutex::new(staging),
                 counters: Counters::default(),
             }),
         })
@@ -271,12 +282,17 @@ impl CudaDevice {
 
     /// The counters as they stand, allocations by the arena included.
     pub fn counters(&self) -> CounterValues {
-        let Counters { launches, host_syncs, allocations } = &self.inner.counters;
+        let Counters { launches, host_syncs, allocations, .. } = &self.inner.counters;
         CounterValues {
             launches: launches.load(Ordering::Relaxed),
             host_syncs: host_syncs.load(Ordering::Relaxed),
             allocations: allocations.load(Ordering::Relaxed) + self.inner.arena.num_allocations(),
         }
+    }
+
+    /// Times the host was held back because it was far ahead; no host syncs, as the device was not waiting for it.
+    pub fn times_held_back(&self) -> u64 {
+        self.inner.counters.held_back.load(Ordering::Relaxed)
     }
 
     /// Counts one launch that was not made through [`Self::launch`].
@@ -399,11 +415,17 @@ impl CudaDevice {
         self.latch_result(status, "clearing memory");
     }
 
-    /// Copies host values to the device, in stream order; returns when the host's slice may change.
+    /// Copies host values to the device, in stream order; returns when the host's slice may change. Up to 4 MiB nobody waits for the device;
+    /// more counts as a host sync.
     pub fn upload<T: Copy>(&self, pointer: u64, values: &[T]) {
         if values.is_empty() || self.has_failed() {
             return;
         }
+        if size_of_val(values) <= staging::HALF_BYTES {
+            self.inner.staging.lock().unwrap_or_else(PoisonError::into_inner).upload(self, pointer, values);
+            return;
+        }
+        self.inner.counters.host_syncs.fetch_add(1, Ordering::Relaxed);
         // SAFETY: pageable memory is staged before the call returns; the destination is owned by the caller.
         let status = unsafe { result::memcpy_htod_async(pointer, values, self.inner.stream.cu_stream()) };
         self.latch_result(status, "copying to the device");

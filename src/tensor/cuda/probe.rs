@@ -35,6 +35,8 @@ const NEEDED: &[&str] = &[
     "cuEventSynchronize",
     "cuMemAlloc_v2",
     "cuMemFree_v2",
+    "cuMemHostAlloc",
+    "cuMemFreeHost",
     "cuMemGetInfo_v2",
     "cuMemsetD8Async",
     "cuMemcpyHtoDAsync_v2",

@@ -1,0 +1,90 @@
+//! Page-locked host memory, which copies reach without the host waiting, and fences in the compute stream.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use cudarc::driver::sys::CUevent_flags;
+use cudarc::driver::{CudaContext, CudaEvent, DriverError, result};
+
+use super::CudaDevice;
+
+/// Page-locked host memory.
+pub(super) struct PinnedBuffer {
+    pointer: *mut u8,
+    context: Arc<CudaContext>,
+}
+
+// SAFETY: the memory belongs to this value alone and has no ties to a thread.
+unsafe impl Send for PinnedBuffer {}
+// SAFETY: a shared reference gives the address, nothing else; who reads or writes there orders it.
+unsafe impl Sync for PinnedBuffer {}
+
+impl PinnedBuffer {
+    /// `bytes` bytes, not set, aligned to a page.
+    ///
+    /// # Errors
+    /// When the driver refuses them.
+    pub(super) fn new(context: &Arc<CudaContext>, bytes: usize) -> Result<Self, DriverError> {
+        context.bind_to_thread()?;
+        // SAFETY: a plain allocation, freed once, in `drop`.
+        let pointer = unsafe { result::malloc_host(bytes, 0) }?;
+        Ok(Self { pointer: pointer.cast(), context: Arc::clone(context) })
+    }
+
+    /// First byte.
+    pub(super) fn pointer(&self) -> *mut u8 {
+        self.pointer
+    }
+}
+
+impl Drop for PinnedBuffer {
+    fn drop(&mut self) {
+        // A copy may still be on its way.
+        if self.context.bind_to_thread().is_err() || self.context.synchronize().is_err() {
+            return;
+        }
+        // SAFETY: allocated in `new`, and no copy uses it any more.
+        let _ = unsafe { result::free_host(self.pointer.cast()) };
+    }
+}
+
+/// A point of the compute stream that the host can wait for. A fence that was never set is passed.
+pub(super) struct Fence {
+    event: CudaEvent,
+    /// Launches before the point.
+    launches: AtomicU64,
+}
+
+impl Fence {
+    /// A fence that is not set.
+    ///
+    /// # Errors
+    /// When the driver refuses an event.
+    pub(super) fn new(context: &Arc<CudaContext>) -> Result<Self, DriverError> {
+        // Waiting gives the core to others, for example the loader.
+        let event = context.new_event(Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC))?;
+        Ok(Self { event, launches: AtomicU64::new(0) })
+    }
+
+    /// Sets the fence behind everything queued so far.
+    pub(super) fn set(&self, device: &CudaDevice) {
+        self.launches.store(device.counters().launches, Ordering::Relaxed);
+        device.latch_result(self.event.record(device.stream()), "recording an event");
+    }
+
+    /// Waits until the device has passed the fence.
+    ///
+    /// That is a host sync where nothing was launched behind the fence: the device stands still until the host has queued more. Otherwise the
+    /// host is only held back from running further ahead.
+    pub(super) fn wait(&self, device: &CudaDevice) {
+        device.bind();
+        if device.latch_result(self.event.try_is_complete(), "asking for an event") != Some(false) {
+            return;
+        }
+        let is_last = self.launches.load(Ordering::Relaxed) == device.counters().launches;
+        let counters = &device.inner.counters;
+        let counter = if is_last { &counters.host_syncs } else { &counters.held_back };
+        counter.fetch_add(1, Ordering::Relaxed);
+        device.latch_result(self.event.synchronize(), "waiting for the device");
+    }
+}
