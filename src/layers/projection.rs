@@ -156,7 +156,6 @@ impl Projection {
 
     /// Backward of [`Projection::forward`]: `dx` [T, in], if given, is assigned; parameters accumulate. `x` is [T, in], `z` [T, R]; `dy`
     /// [T, ≥N + R] ([`Self::output_shape`]) holds the gradient in its first N columns, and those behind them are overwritten.
-    #[expect(clippy::too_many_arguments, reason = "the operands of one formula")]
     pub fn backward(
         &self,
         ctx: &Context<'_>,

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, ensure};
 
 use super::block::{Block, PROJECTIONS};
 use super::config::ModelConfig;
@@ -28,6 +28,7 @@ pub(super) struct Skeleton {
 /// Makes the parameters of `config.expected_tensors()`, in that order, and the layers. `rank(layer, module)` is the rank of the adapter that a
 /// projection will get, so that its matrix has room for it from the start; without room it grows when the adapter comes.
 pub(super) fn skeleton(config: &ModelConfig, device: &Device, rank: &dyn Fn(usize, &str) -> usize) -> Result<Skeleton> {
+    check_widths(config, device)?;
     let mut params = Params::new(device);
     let mut parts = HashMap::new();
     let mut matrices = Vec::new();
@@ -60,6 +61,27 @@ pub(super) fn skeleton(config: &ModelConfig, device: &Device, rank: &dyn Fn(usiz
     let of_block = matrices.chunks_exact(PROJECTIONS.len()).enumerate();
     let blocks = of_block.map(|(layer, matrices)| names.block(config, layer, matrices)).collect::<Result<Vec<_>>>()?;
     Ok(Skeleton { params, embed_tokens, blocks, head })
+}
+
+/// The GPU's kernels move eight values at once, and keep a head in the registers of a warp.
+fn check_widths(config: &ModelConfig, device: &Device) -> Result<()> {
+    if let Device::Cpu(_) = device {
+        return Ok(());
+    }
+    let widths = [
+        ("hidden_size", config.hidden_size),
+        ("intermediate_size", config.intermediate_size),
+        ("head_dim", config.head_dim),
+    ];
+    for (name, width) in widths {
+        let advice = "set train.device = \"cpu\" for this model";
+        ensure!(width.is_multiple_of(8), "{name} is {width}; the GPU engine takes multiples of 8: {advice}");
+        ensure!(
+            name != "head_dim" || width <= 256,
+            "{name} is {width}; the GPU engine takes heads up to 256: {advice}"
+        );
+    }
+    Ok(())
 }
 
 /// Columns that an adapter of that rank takes in a matrix.

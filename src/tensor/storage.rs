@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use half::bf16;
+use rayon::prelude::*;
 
 use super::cuda::{CudaBuffer, Pitched};
 use super::dtype::DType;
@@ -142,7 +143,7 @@ impl Tensor {
                 match self.dtype {
                     DType::F32 => buffer.device().upload_rows(to, pitched, values),
                     DType::Bf16 => {
-                        let bits: Vec<u16> = values.iter().map(|&x| bf16::from_f32(x).to_bits()).collect();
+                        let bits: Vec<u16> = values.par_iter().map(|&x| bf16::from_f32(x).to_bits()).collect();
                         buffer.device().upload_rows(to, pitched, &bits);
                     }
                 }
