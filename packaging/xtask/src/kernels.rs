@@ -5,6 +5,7 @@ use std::process::Command;
 
 use crate::Result;
 use crate::steps::{cargo, root, shell};
+use crate::tasks;
 
 /// The compiler and its headers, as pinned packages of the Python package index. 12.9 makes images that older drivers take.
 const PACKAGES: [&str; 3] =
@@ -48,7 +49,7 @@ pub fn stage() -> Result<()> {
         .ok_or("cargo did not say where the gpu test binary is")?;
     let stage = root().join(".gpu-stage");
     std::fs::create_dir_all(&stage).map_err(|e| format!("{}: {e}", stage.display()))?;
-    for (from, name) in [(PathBuf::from(executable), "gpu"), (root().join("target/release/tandem"), "tandem")] {
+    for (from, name) in [(PathBuf::from(executable), "gpu"), (tasks::tandem(), "tandem")] {
         let to = stage.join(name);
         std::fs::copy(&from, &to).map_err(|e| format!("{}: {e}", from.display()))?;
         shell(Command::new("strip").arg(&to))?;

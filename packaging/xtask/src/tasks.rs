@@ -167,7 +167,8 @@ fn fetch_starter() -> Result<()> {
     shell(Command::new(tandem()).args(["starter", "fetch"]))
 }
 
-fn tandem() -> PathBuf {
+/// The release build of the app.
+pub(crate) fn tandem() -> PathBuf {
     let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), |t| root().join(t));
     target.join("release").join(format!("tandem{}", std::env::consts::EXE_SUFFIX))
 }

@@ -1,0 +1,152 @@
+//! Clearing and copying device memory, in stream order.
+
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
+
+use cudarc::driver::result;
+use cudarc::driver::sys::{self, CUDA_MEMCPY2D, CUmemorytype};
+
+use super::{CudaDevice, staging};
+
+/// Rows in device memory with gaps between them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Pitched {
+    /// How many.
+    pub rows: usize,
+    /// Bytes of a row.
+    pub row_bytes: usize,
+    /// Bytes between the starts of rows.
+    pub pitch: usize,
+}
+
+impl Pitched {
+    fn is_contiguous(self) -> bool {
+        self.rows <= 1 || self.row_bytes == self.pitch
+    }
+}
+
+/// A copy of nothing between device addresses; callers set what they need.
+fn empty_copy() -> CUDA_MEMCPY2D {
+    CUDA_MEMCPY2D {
+        srcXInBytes: 0,
+        srcY: 0,
+        srcMemoryType: CUmemorytype::CU_MEMORYTYPE_DEVICE,
+        srcHost: std::ptr::null(),
+        srcDevice: 0,
+        srcArray: std::ptr::null_mut(),
+        srcPitch: 0,
+        dstXInBytes: 0,
+        dstY: 0,
+        dstMemoryType: CUmemorytype::CU_MEMORYTYPE_DEVICE,
+        dstHost: std::ptr::null_mut(),
+        dstDevice: 0,
+        dstArray: std::ptr::null_mut(),
+        dstPitch: 0,
+        WidthInBytes: 0,
+        Height: 0,
+    }
+}
+
+impl CudaDevice {
+    /// Fills `bytes` bytes at `pointer` with zeros, in stream order.
+    pub fn zero(&self, pointer: u64, bytes: usize) {
+        if bytes == 0 || self.has_failed() {
+            return;
+        }
+        self.count_launch();
+        // SAFETY: the caller owns the buffer.
+        let status = unsafe { result::memset_d8_async(pointer, 0, bytes, self.inner.stream.cu_stream()) };
+        self.latch_result(status, "clearing memory");
+    }
+
+    /// Copies host values to the device, in stream order; returns when the host's slice may change. Up to 4 MiB nobody waits for the device;
+    /// more counts as a host sync.
+    pub fn upload<T: Copy>(&self, pointer: u64, values: &[T]) {
+        if values.is_empty() || self.has_failed() {
+            return;
+        }
+        if size_of_val(values) <= staging::HALF_BYTES {
+            self.inner.staging.lock().unwrap_or_else(PoisonError::into_inner).upload(self, pointer, values);
+            return;
+        }
+        self.inner.counters.host_syncs.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: pageable memory is staged before the call returns; the destination is owned by the caller.
+        let status = unsafe { result::memcpy_htod_async(pointer, values, self.inner.stream.cu_stream()) };
+        self.latch_result(status, "copying to the device");
+    }
+
+    /// As [`Self::upload`], to rows with gaps between them; `values` holds them one after the other.
+    pub fn upload_rows<T: Copy>(&self, pointer: u64, rows: Pitched, values: &[T]) {
+        if rows.is_contiguous() {
+            return self.upload(pointer, values);
+        }
+        if values.is_empty() || self.has_failed() {
+            return;
+        }
+        let copy = CUDA_MEMCPY2D {
+            srcMemoryType: CUmemorytype::CU_MEMORYTYPE_HOST,
+            srcHost: values.as_ptr().cast(),
+            srcPitch: rows.row_bytes,
+            dstMemoryType: CUmemorytype::CU_MEMORYTYPE_DEVICE,
+            dstDevice: pointer,
+            dstPitch: rows.pitch,
+            WidthInBytes: rows.row_bytes,
+            Height: rows.rows,
+            ..empty_copy()
+        };
+        debug_assert_eq!(size_of_val(values), rows.rows * rows.row_bytes);
+        // SAFETY: as in `upload`; the host slice holds `rows` rows of `row_bytes` bytes.
+        let status = unsafe { sys::cuMemcpy2DAsync_v2(&copy, self.inner.stream.cu_stream()) };
+        self.latch_result(status.result(), "copying rows to the device");
+    }
+
+    /// As [`Self::download`], from rows with gaps between them.
+    pub fn download_rows<T: Copy + Default>(&self, pointer: u64, rows: Pitched) -> Vec<T> {
+        let len = rows.rows * rows.row_bytes / size_of::<T>();
+        if rows.is_contiguous() {
+            return self.download(pointer, len);
+        }
+        let mut values = vec![T::default(); len];
+        if len > 0 && !self.has_failed() {
+            let copy = CUDA_MEMCPY2D {
+                srcMemoryType: CUmemorytype::CU_MEMORYTYPE_DEVICE,
+                srcDevice: pointer,
+                srcPitch: rows.pitch,
+                dstMemoryType: CUmemorytype::CU_MEMORYTYPE_HOST,
+                dstHost: values.as_mut_ptr().cast(),
+                dstPitch: rows.row_bytes,
+                WidthInBytes: rows.row_bytes,
+                Height: rows.rows,
+                ..empty_copy()
+            };
+            // SAFETY: the destination has room for all rows and lives until the synchronization below.
+            let status = unsafe { sys::cuMemcpy2DAsync_v2(&copy, self.inner.stream.cu_stream()) };
+            self.latch_result(status.result(), "copying rows to the host");
+            self.synchronize();
+        }
+        values
+    }
+
+    /// Copies within the device, in stream order.
+    pub fn copy(&self, from: u64, to: u64, bytes: usize) {
+        if bytes == 0 || self.has_failed() {
+            return;
+        }
+        self.count_launch();
+        // SAFETY: both ranges are owned by the caller and do not overlap.
+        let status = unsafe { result::memcpy_dtod_async(to, from, bytes, self.inner.stream.cu_stream()) };
+        self.latch_result(status, "copying on the device");
+    }
+
+    /// Copies device values to the host and waits for them: a host sync.
+    pub fn download<T: Copy + Default>(&self, pointer: u64, len: usize) -> Vec<T> {
+        let mut values = vec![T::default(); len];
+        if len > 0 && !self.has_failed() {
+            // SAFETY: the destination lives until the synchronization below.
+            let status = unsafe { result::memcpy_dtoh_async(&mut values, pointer, self.inner.stream.cu_stream()) };
+            self.latch_result(status, "copying to the host");
+            self.synchronize();
+        }
+        values
+    }
+}
