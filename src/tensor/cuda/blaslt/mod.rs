@@ -97,15 +97,31 @@ impl Case {
         Self { shape, alignment: 1 << alignment }
     }
 
-    /// The case whose choice serves this one: the number of tokens is rounded up to three significant bits. Packs differ in length by a little,
-    /// and each length would be timed otherwise.
-    fn kind(mut self) -> Self {
-        let tokens = match self.shape.form {
-            Form::Nt | Form::Nn => &mut self.shape.m,
-            Form::Tn => &mut self.shape.k,
+    /// The same sizes with rows that follow each other. What is chosen depends on sizes alone: an operand that lies in one matrix in one run and in
+    /// another in the next (z, which some runs keep apart from x) must not change the order of a sum.
+    fn without_strides(mut self) -> Self {
+        let Shape { form, m, n, k, .. } = self.shape;
+        let (a_cols, b_cols) = match form {
+            Form::Nt => (k, k),
+            Form::Nn => (k, n),
+            Form::Tn => (m, n),
+        };
+        let stride = |cols: usize| cols.next_multiple_of(64);
+        let shape = &mut self.shape;
+        (shape.lda, shape.ldb, shape.ldc, shape.ld_source) = (stride(a_cols), stride(b_cols), stride(n), stride(n));
+        self
+    }
+
+    /// The case whose choice serves this one: strides do not count, and the number of tokens is rounded up to three significant bits. Packs differ
+    /// in length by a little, and each length would be timed otherwise.
+    fn kind(self) -> Self {
+        let mut kind = self;
+        let tokens = match kind.shape.form {
+            Form::Nt | Form::Nn => &mut kind.shape.m,
+            Form::Tn => &mut kind.shape.k,
         };
         *tokens = tokens.next_multiple_of((tokens.next_power_of_two() / 8).max(1));
-        self
+        kind.without_strides()
     }
 
     fn is_timed(&self) -> bool {
@@ -231,31 +247,38 @@ impl BlasLt {
         operands: Operands,
     ) -> Result<Algorithm> {
         let kind = case.kind();
-        let Some(choices) = plans.choices.as_ref().filter(|_| kind.is_timed()) else { return self.first(product) };
+        let first = || self.first(product, case);
+        let Some(choices) = plans.choices.as_ref().filter(|_| kind.is_timed()) else { return first() };
         if let Some(chosen) = plans.chosen.get(&kind).copied().or_else(|| choices.find(&kind)) {
             plans.chosen.insert(kind, chosen);
-            return if product.accepts(&self.handle, chosen) { Ok(chosen) } else { self.first(product) };
+            return if product.accepts(&self.handle, chosen) { Ok(chosen) } else { first() };
         }
         let proposals = product.proposals(&self.handle)?;
         let Some(fastest) = timing::fastest(self, device, product, &case.shape, operands, &proposals) else {
-            return Ok(proposals[0]);
+            return first();
         };
         match choices.keep(&kind, fastest) {
             Ok(kept) => {
                 plans.chosen.insert(kind, kept);
-                if kept == fastest || product.accepts(&self.handle, kept) { Ok(kept) } else { Ok(proposals[0]) }
+                if kept == fastest || product.accepts(&self.handle, kept) { Ok(kept) } else { first() }
             }
             Err(error) => {
                 // A choice that the next run does not know would change its bits.
                 tracing::warn!("products are not timed, because a choice could not be kept: {error:#}");
                 plans.choices = None;
-                Ok(proposals[0])
+                first()
             }
         }
     }
 
-    fn first(&self, product: &Product) -> Result<Algorithm> {
-        Ok(product.proposals(&self.handle)?[0])
+    /// The library's first proposal for the sizes of a case, or, where its strides do not allow that, for the case itself.
+    fn first(&self, product: &Product, case: Case) -> Result<Algorithm> {
+        let plain = Product::new(case.without_strides())?;
+        let proposed = plain.proposals(&self.handle).ok().map(|proposals| proposals[0]);
+        match proposed.filter(|&proposed| product.accepts(&self.handle, proposed)) {
+            Some(proposed) => Ok(proposed),
+            None => Ok(product.proposals(&self.handle)?[0]),
+        }
     }
 }
 
@@ -305,6 +328,19 @@ mod tests {
         for m in 1..=16 {
             let rounded = kind(Form::Nt, m, 1).m;
             assert!(rounded >= m && (m > 8 || rounded == m), "{m}: {rounded}");
+        }
+    }
+
+    #[test]
+    fn choices_do_not_depend_on_strides() {
+        let case = |form, lda, ldb, ldc, ld_source| Case {
+            shape: Shape { form, lda, ldb, ldc, ld_source, ..SHAPE },
+            alignment: 256,
+        };
+        for form in [Form::Nt, Form::Nn, Form::Tn] {
+            let kind = case(form, 8256, 4160, 8192, 4096).kind();
+            assert_eq!(kind, case(form, 8192, 4096, 4160, 4096).kind());
+            assert!(kind.shape.lda >= 2048 && kind.shape.ldc >= kind.shape.n);
         }
     }
 
