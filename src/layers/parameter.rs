@@ -203,6 +203,17 @@ impl Params {
         }
     }
 
+    /// Replaces the values of a parameter that does not train, from bf16 as files hold it: two little-endian bytes a value, row-major.
+    pub fn set_bf16(&mut self, id: ParamId, bytes: &[u8]) {
+        let Self { list, matrices, .. } = self;
+        let Parameter { value, working, .. } = &mut list[id.0];
+        debug_assert!(working.is_none(), "a working copy would stay behind");
+        match value {
+            Place::Own(tensor) => tensor.view_mut().set_bf16(bytes),
+            Place::Part(part) => part_mut(matrices, part).set_bf16(bytes),
+        }
+    }
+
     /// Value and working copy of a parameter that trains, for the optimizer.
     pub fn trained_mut(&mut self, id: ParamId) -> (&mut Tensor, Option<ViewMut<'_>>) {
         let Self { list, matrices, .. } = self;

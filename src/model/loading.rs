@@ -227,6 +227,24 @@ impl Checkpoint {
         }
     }
 
+    /// The bytes of a weight that the file stores as bf16, row-major and little-endian, where they lie in the mapped file; `None` for one that is
+    /// stored otherwise or reordered ([`Self::tensor_f32`] reads those).
+    ///
+    /// # Errors
+    /// When there is no such weight.
+    pub fn tensor_bf16(&self, name: &str) -> Result<Option<&[u8]>> {
+        let stored = self
+            .stored
+            .get(name)
+            .with_context(|| format!("{}: the model has no tensor named {name}", self.path.display()))?;
+        match &self.source {
+            Source::Safetensors(files) if stored.kind == BlockKind::Bf16 => {
+                files[stored.file].bytes(&stored.name).map(Some)
+            }
+            _ => Ok(None),
+        }
+    }
+
     /// Number of heads of a weight whose rows llama.cpp reorders: q and k of the architecture it calls `llama`.
     fn reordered_heads(&self, name: &str) -> Option<usize> {
         if self.config.architecture != Architecture::Llama {

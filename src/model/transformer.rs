@@ -86,10 +86,16 @@ impl Transformer {
             if stop.load(Ordering::Relaxed) {
                 return Ok(None);
             }
-            let mut data = checkpoint.tensor_f32(&name)?;
-            device.precision().round_slice(&mut data);
-            done_bytes += size_of_val(data.as_slice()) as u64;
-            model.params.set(id, &data);
+            match checkpoint.tensor_bf16(&name)? {
+                // As it lies in the file: a GPU's engine computes with the same bits.
+                Some(bytes) => model.params.set_bf16(id, bytes),
+                None => {
+                    let mut data = checkpoint.tensor_f32(&name)?;
+                    device.precision().round_slice(&mut data);
+                    model.params.set(id, &data);
+                }
+            }
+            done_bytes += 4 * model.params.get(id).len() as u64;
             device.check().with_context(|| format!("loading {name}"))?;
             progress(done_bytes, total_bytes);
         }

@@ -151,6 +151,22 @@ impl Tensor {
         }
     }
 
+    /// As [`Self::write_rows`], from bf16 as files hold it: two little-endian bytes a value. A device that keeps bf16 gets them as they are.
+    pub(super) fn write_bf16_rows(&mut self, offset: usize, rows: usize, cols: usize, stride: usize, bytes: &[u8]) {
+        assert_eq!(bytes.len(), 2 * rows * cols, "values of another number");
+        match &self.storage {
+            Storage::Cuda(buffer) if self.dtype == DType::Bf16 => {
+                let pitched = Pitched { rows, row_bytes: 2 * cols, pitch: 2 * stride };
+                buffer.device().upload_rows(buffer.pointer() + 2 * offset as u64, pitched, bytes);
+            }
+            _ => {
+                let value = |bytes: &[u8; 2]| bf16::from_le_bytes(*bytes).to_f32();
+                let values: Vec<f32> = bytes.as_chunks().0.par_iter().map(value).collect();
+                self.write_rows(offset, rows, cols, stride, &values);
+            }
+        }
+    }
+
     /// Sets every value to zero.
     pub fn fill_zero(&mut self) {
         let bytes = self.len() * self.dtype.num_bytes();

@@ -194,6 +194,12 @@ impl<'a> ViewMut<'a> {
         let Region { offset, rows, cols, stride } = self.region;
         self.tensor.write_rows(offset, rows, cols, stride, values);
     }
+
+    /// As [`Self::set`], from bf16 as files hold it: two little-endian bytes a value.
+    pub fn set_bf16(&mut self, bytes: &[u8]) {
+        let Region { offset, rows, cols, stride } = self.region;
+        self.tensor.write_bf16_rows(offset, rows, cols, stride, bytes);
+    }
 }
 
 impl<'a> From<&'a Tensor> for View<'a> {
@@ -224,6 +230,9 @@ mod tests {
         x.view_mut().row_range(1, 2).columns(1, 2).set(&[-1.0, -2.0, -3.0, -4.0]);
         assert_eq!(x.f32s(), [0.0, 1.0, 2.0, 3.0, 4.0, -1.0, -2.0, 7.0, 8.0, -3.0, -4.0, 11.0]);
         assert!(x.view().row_range(1, 2).is_contiguous());
+        // 1.5 and −2 in bf16.
+        x.view_mut().row_range(2, 1).columns(0, 2).set_bf16(&[0xC0, 0x3F, 0x00, 0xC0]);
+        assert_eq!(x.f32s()[8..], [1.5, -2.0, -4.0, 11.0]);
     }
 
     #[test]

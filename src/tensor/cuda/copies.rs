@@ -1,7 +1,6 @@
 //! Clearing and copying device memory, in stream order.
 
 use std::sync::PoisonError;
-use std::sync::atomic::Ordering;
 
 use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUDA_MEMCPY2D, CUmemorytype};
@@ -20,13 +19,13 @@ pub struct Pitched {
 }
 
 impl Pitched {
-    fn is_contiguous(self) -> bool {
+    pub(super) fn is_contiguous(self) -> bool {
         self.rows <= 1 || self.row_bytes == self.pitch
     }
 }
 
 /// A copy of nothing between device addresses; callers set what they need.
-fn empty_copy() -> CUDA_MEMCPY2D {
+pub(super) fn empty_copy() -> CUDA_MEMCPY2D {
     CUDA_MEMCPY2D {
         srcXInBytes: 0,
         srcY: 0,
@@ -47,6 +46,14 @@ fn empty_copy() -> CUDA_MEMCPY2D {
     }
 }
 
+/// Bytes of the rows that a copy without gaps is cut into: a divisor of a half of the staging memory.
+const ROW: usize = 64 << 10;
+
+fn bytes_of<T: Copy>(values: &[T]) -> &[u8] {
+    // SAFETY: callers pass numbers, whose bytes are all initialized; the slice covers exactly their memory.
+    unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
+}
+
 impl CudaDevice {
     /// Fills `bytes` bytes at `pointer` with zeros, in stream order.
     pub fn zero(&self, pointer: u64, bytes: usize) {
@@ -59,45 +66,33 @@ impl CudaDevice {
         self.latch_result(status, "clearing memory");
     }
 
-    /// Copies host values to the device, in stream order; returns when the host's slice may change. Up to 4 MiB nobody waits for the device;
-    /// more counts as a host sync.
+    /// Copies host values to the device, in stream order; returns when the host's slice may change. Nobody waits for more than the copies that
+    /// are on their way.
     pub fn upload<T: Copy>(&self, pointer: u64, values: &[T]) {
-        if values.is_empty() || self.has_failed() {
-            return;
-        }
-        if size_of_val(values) <= staging::HALF_BYTES {
-            self.inner.staging.lock().unwrap_or_else(PoisonError::into_inner).upload(self, pointer, values);
-            return;
-        }
-        self.inner.counters.host_syncs.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: pageable memory is staged before the call returns; the destination is owned by the caller.
-        let status = unsafe { result::memcpy_htod_async(pointer, values, self.inner.stream.cu_stream()) };
-        self.latch_result(status, "copying to the device");
+        // Short rows, so that a large copy goes in pieces.
+        let bytes = bytes_of(values);
+        let whole = bytes.len() / ROW * ROW;
+        let rows = |bytes: usize, row: usize| Pitched { rows: bytes / row.max(1), row_bytes: row, pitch: row };
+        self.upload_rows(pointer, rows(whole, ROW), &bytes[..whole]);
+        self.upload_rows(pointer + whole as u64, rows(bytes.len() - whole, bytes.len() - whole), &bytes[whole..]);
     }
 
     /// As [`Self::upload`], to rows with gaps between them; `values` holds them one after the other.
     pub fn upload_rows<T: Copy>(&self, pointer: u64, rows: Pitched, values: &[T]) {
-        if rows.is_contiguous() {
-            return self.upload(pointer, values);
-        }
         if values.is_empty() || self.has_failed() {
             return;
         }
-        let copy = CUDA_MEMCPY2D {
-            srcMemoryType: CUmemorytype::CU_MEMORYTYPE_HOST,
-            srcHost: values.as_ptr().cast(),
-            srcPitch: rows.row_bytes,
-            dstMemoryType: CUmemorytype::CU_MEMORYTYPE_DEVICE,
-            dstDevice: pointer,
-            dstPitch: rows.pitch,
-            WidthInBytes: rows.row_bytes,
-            Height: rows.rows,
-            ..empty_copy()
-        };
-        debug_assert_eq!(size_of_val(values), rows.rows * rows.row_bytes);
-        // SAFETY: as in `upload`; the host slice holds `rows` rows of `row_bytes` bytes.
-        let status = unsafe { sys::cuMemcpy2DAsync_v2(&copy, self.inner.stream.cu_stream()) };
-        self.latch_result(status.result(), "copying rows to the device");
+        if rows.is_contiguous() && rows.row_bytes > ROW {
+            return self.upload(pointer, values);
+        }
+        if rows.row_bytes > staging::HALF_BYTES {
+            for (row, values) in bytes_of(values).chunks(rows.row_bytes).enumerate() {
+                self.upload(pointer + (row * rows.pitch) as u64, values);
+            }
+            return;
+        }
+        let mut staging = self.inner.staging.lock().unwrap_or_else(PoisonError::into_inner);
+        staging.upload(self, pointer, rows, bytes_of(values));
     }
 
     /// As [`Self::download`], from rows with gaps between them.

@@ -1,16 +1,20 @@
 //! Uploads through page-locked memory: from pageable memory the driver may wait for the stream before it takes a copy.
 //!
 //! The memory has two halves. Uploads go one behind the other into one of them; when it is full a fence is set and the other half is used,
-//! once the device has passed that one's fence. A half holds the metadata of about 120,000 tokens, so in training it has passed long ago.
+//! once the device has passed that one's fence. A half holds the metadata of about 120,000 tokens, so in training it has passed long ago. Weights stream
+//! through both: one is filled from the file while the device takes the other.
 
 use std::sync::Arc;
 
-use cudarc::driver::{CudaContext, DriverError, sys};
+use cudarc::driver::sys::{self, CUDA_MEMCPY2D, CUmemorytype};
+use cudarc::driver::{CudaContext, DriverError};
+use rayon::prelude::*;
 
 use super::CudaDevice;
+use super::copies::{Pitched, empty_copy};
 use super::pinned::{Fence, PinnedBuffer};
 
-/// Bytes of one half: the largest upload that is staged.
+/// Bytes of one half: the longest row that is staged.
 pub(super) const HALF_BYTES: usize = 4 << 20;
 /// Every upload starts at a multiple of this.
 const ALIGN: usize = 256;
@@ -65,24 +69,54 @@ impl Staging {
         })
     }
 
-    /// Queues a copy of `values`, at most [`HALF_BYTES`], to `pointer` in device memory that the caller owns.
-    pub(super) fn upload<T: Copy>(&mut self, device: &CudaDevice, pointer: u64, values: &[T]) {
-        let bytes = size_of_val(values);
-        debug_assert!(bytes <= HALF_BYTES);
-        let Place { offset, left } = self.turns.place(bytes);
-        if let Some(left) = left {
-            self.fences[left].set(device);
-            self.fences[1 - left].wait(device);
+    /// Queues a copy of `values` to rows of device memory that the caller owns, piece by piece: while the device takes one half, the next piece
+    /// is copied into the other.
+    ///
+    /// A row must fit a half.
+    pub(super) fn upload(&mut self, device: &CudaDevice, pointer: u64, rows: Pitched, values: &[u8]) {
+        debug_assert!(rows.row_bytes <= HALF_BYTES && values.len() == rows.rows * rows.row_bytes);
+        let rows_per_piece = (HALF_BYTES / rows.row_bytes.max(1)).max(1);
+        for (number, piece) in values.chunks(rows_per_piece * rows.row_bytes.max(1)).enumerate() {
+            let Place { offset, left } = self.turns.place(piece.len());
+            if let Some(left) = left {
+                self.fences[left].set(device);
+                self.fences[1 - left].wait(device);
+            }
+            // SAFETY: the place lies within the buffer, apart from every piece whose fence has not been waited for.
+            let staged = unsafe { std::slice::from_raw_parts_mut(self.buffer.pointer().add(offset), piece.len()) };
+            copy(piece, staged);
+            let (staged, to) = (staged.as_ptr(), pointer + (number * rows_per_piece * rows.pitch) as u64);
+            let copy = CUDA_MEMCPY2D {
+                srcMemoryType: CUmemorytype::CU_MEMORYTYPE_HOST,
+                srcHost: staged.cast(),
+                srcPitch: rows.row_bytes,
+                dstDevice: to,
+                dstPitch: rows.pitch,
+                WidthInBytes: rows.row_bytes,
+                Height: piece.len() / rows.row_bytes.max(1),
+                ..empty_copy()
+            };
+            let stream = device.stream().cu_stream();
+            // SAFETY: the device reads the piece only before the fence of its half, which is waited for before the place is used again; `Drop` of
+            // the buffer waits for the device. The caller owns the destination.
+            let status = unsafe {
+                match rows.is_contiguous() {
+                    true => sys::cuMemcpyHtoDAsync_v2(to, staged.cast(), piece.len(), stream),
+                    false => sys::cuMemcpy2DAsync_v2(&copy, stream),
+                }
+            };
+            device.latch_result(status.result(), "copying to the device");
         }
-        // SAFETY: the place lies within the buffer, apart from every upload whose fence has not been waited for; the device reads it only
-        // before the fence of its half, which is waited for before the place is used again. `Drop` of the buffer waits for the device.
-        let status = unsafe {
-            let staged = self.buffer.pointer().add(offset);
-            std::ptr::copy_nonoverlapping(values.as_ptr().cast::<u8>(), staged, bytes);
-            sys::cuMemcpyHtoDAsync_v2(pointer, staged.cast(), bytes, device.stream().cu_stream())
-        };
-        device.latch_result(status.result(), "copying to the device");
     }
+}
+
+/// Copies with all threads where that pays: weights come out of a mapped file, whose pages the disk has to bring first.
+fn copy(from: &[u8], to: &mut [u8]) {
+    const PART: usize = 512 << 10;
+    if to.len() <= PART {
+        return to.copy_from_slice(from);
+    }
+    to.par_chunks_mut(PART).zip(from.par_chunks(PART)).for_each(|(to, from)| to.copy_from_slice(from));
 }
 
 #[cfg(test)]

@@ -319,7 +319,7 @@ mod tests {
         let kind = |form, m, k| Case { shape: Shape { form, m, k, ..SHAPE }, alignment: 256 }.kind().shape;
         for m in [7169, 8000, 8191, 8192] {
             assert_eq!(kind(Form::Nt, m, 2048).m, 8192);
-            assert_eq!(kind(Form::Nn, m, 2048), Shape { form: Form::Nn, ..kind(Form::Nt, m, 2048) });
+            assert_eq!((kind(Form::Nn, m, 2048).m, kind(Form::Nn, m, 2048).k), (8192, 2048));
             // In gradients of weights the tokens are what is summed over.
             assert_eq!((kind(Form::Tn, 2047, m).m, kind(Form::Tn, 2047, m).k), (2047, 8192));
         }
