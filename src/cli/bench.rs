@@ -6,7 +6,9 @@ use clap::Args;
 use tandem::base::error::Result;
 use tandem::base::units;
 use tandem::session::bench::{self, BenchOptions, BenchRow};
+use tandem::session::bench_ops;
 use tandem::session::{Activations, DeviceChoice, Precision};
+use tandem::tensor::Device;
 
 /// Flags of `tandem bench`.
 #[derive(Args)]
@@ -35,6 +37,9 @@ pub struct BenchArgs {
     /// Where to run: auto, cpu, cuda.
     #[arg(long, default_value = "auto", value_parser = device)]
     device: DeviceChoice,
+    /// Single operations at the sizes of an 8B model, instead of steps.
+    #[arg(long, conflicts_with_all = ["model", "tokens", "pack", "activations", "warmup", "steps", "r"])]
+    ops: bool,
     /// One JSON object a row.
     #[arg(long)]
     json: bool,
@@ -61,6 +66,9 @@ fn device(text: &str) -> std::result::Result<DeviceChoice, String> {
 pub fn run(args: &BenchArgs) -> Result<()> {
     let device = bench::device(args.device, Precision::F32)?;
     let mut out = io::stdout().lock();
+    if args.ops {
+        return print_ops(&mut out, &device, args.json);
+    }
     for model in &args.model {
         for &pack in &args.pack {
             for &activations in &args.activations {
@@ -82,6 +90,26 @@ pub fn run(args: &BenchArgs) -> Result<()> {
                 out.flush()?;
             }
         }
+    }
+    Ok(())
+}
+
+fn print_ops(out: &mut impl io::Write, device: &Device, json: bool) -> Result<()> {
+    let rows = bench_ops::run(device)?;
+    if !json {
+        writeln!(out, "{}", device.describe())?;
+    }
+    for row in rows {
+        if json {
+            writeln!(out, "{}", serde_json::to_string(&row)?)?;
+            continue;
+        }
+        let rate = match (row.gb_per_sec, row.share_of_copy, row.tflops) {
+            (Some(rate), Some(share), _) => format!("{rate:8.0} GB/s  {:4.0} % of a copy", 100.0 * share),
+            (.., Some(rate)) => format!("{rate:8.*} TFLOP/s", if rate < 10.0 { 3 } else { 1 }),
+            _ => String::new(),
+        };
+        writeln!(out, "  {:52} {:>9.3} ms  {rate}", row.name, row.ms)?;
     }
     Ok(())
 }

@@ -1,6 +1,7 @@
 //! Runs as plain data: configuration file, commands and events, run store, run loop, previews.
 
 pub mod bench;
+pub mod bench_ops;
 pub mod config;
 pub mod event;
 mod event_sink;
