@@ -148,8 +148,8 @@ fn bars(ui: &mut Ui, area: Rect, choice: Choice, view: &RunView, marked: Option<
     let plot = Rect::from_min_max(area.min + vec2(44.0, 18.0), pos2(area.right() - 34.0, area.bottom() - 20.0));
     let columns = columns(view, choice, plot.width());
     let bars: Vec<Bar> = columns.iter().map(|c| c.times.bar(theme)).collect();
-    let tallest = bars.iter().map(Bar::total).fold(0.0, f64::max);
-    let max = if tallest > 0.0 { tallest * 1.06 } else { 1.0 };
+    let totals: Vec<f64> = bars.iter().map(Bar::total).collect();
+    let (max, num_taller) = axis(&totals);
     let painter = ui.painter();
     let y_of = |ms: f64| lerp(plot.bottom()..=plot.top(), (ms / max) as f32);
     let marks = ticks(0.0, max, (plot.height() / 48.0).clamp(2.0, 6.0) as usize);
@@ -171,7 +171,17 @@ fn bars(ui: &mut Ui, area: Rect, choice: Choice, view: &RunView, marked: Option<
         theme.t3,
         30.0,
     );
-    let rects = step_bars(painter, theme, plot, &bars, max);
+    let rects = step_bars(&painter.with_clip_rect(plot.intersect(painter.clip_rect())), theme, plot, &bars, max);
+    for (rect, _) in rects.iter().zip(&totals).filter(|(_, total)| **total > max) {
+        // A gap near the top says that the bar goes on.
+        let gap = Rect::from_x_y_ranges(rect.x_range(), plot.top() + 5.0..=plot.top() + 7.0);
+        painter.rect_filled(gap, 0, theme.bg1);
+    }
+    if num_taller > 0 {
+        let words = format!("{} taller", units::count(num_taller as u64));
+        let at = pos2(plot.right(), area.top() + 4.0);
+        text(painter, at, Align2::RIGHT_CENTER, &words, fonts::small(), theme.t3, 80.0);
+    }
     rule(painter, plot.x_range(), plot.bottom() + 0.5, theme.line2);
     let Some((last_rect, last_bar)) = rects.last().zip(bars.last()) else { return };
     brackets(painter, theme, *last_rect, last_bar, &y_of);
@@ -203,6 +213,21 @@ fn bars(ui: &mut Ui, area: Rect, choice: Choice, view: &RunView, marked: Option<
     let words = format!("Milliseconds of steps {first} to {last} by phase");
     let response = ui.interact(plot, ui.scope_id().with("bars"), Sense::hover());
     response.widget_info(|| WidgetInfo::labeled(Role::Image, true, &words));
+}
+
+/// Top of the axis over bars of these heights, and how many of them go beyond it. The first steps time algorithms or warm caches up, and one may
+/// wait for the disk: what is more than three times the median does not flatten the others.
+fn axis(totals: &[f64]) -> (f64, usize) {
+    let mut sorted: Vec<f64> = totals.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let median = sorted.get(sorted.len() / 2).copied().unwrap_or_default();
+    let usual = sorted.iter().rev().find(|&&total| total <= 3.0 * median).copied().unwrap_or_default();
+    if usual <= 0.0 {
+        return (1.0, 0);
+    }
+    // Room above, so that a bar that goes on looks taller than the others.
+    let top = usual * if sorted.last() > Some(&usual) { 1.4 } else { 1.06 };
+    (top, sorted.iter().filter(|&&total| total > top).count())
 }
 
 /// `fwd` and `bwd` right of the last bar.
@@ -343,6 +368,19 @@ impl Swatch {
 mod tests {
     use super::*;
     use crate::gui::theme::DARK;
+
+    #[test]
+    fn a_few_slow_steps_do_not_flatten_the_others() {
+        let (top, num_taller) = axis(&[160.0, 40.0, 10.0, 11.0, 9.0, 10.0, 12.0, 10.0]);
+        assert_eq!(num_taller, 2);
+        assert!((12.0..20.0).contains(&top), "{top}");
+        let (top, num_taller) = axis(&[10.0, 20.0, 29.0]);
+        assert!(num_taller == 0 && top > 29.0, "{top}");
+        assert_eq!(axis(&[]), (1.0, 0));
+        assert_eq!(axis(&[0.0, 0.0]), (1.0, 0));
+        // One step alone is usual, however long.
+        assert_eq!(axis(&[5000.0]).1, 0);
+    }
 
     fn times() -> Times {
         let phases = Phase::ALL
