@@ -289,10 +289,10 @@ fn cross_entropy_with_odd_vocabularies() {
 fn attention_over_ragged_documents() {
     let Some(mut b) = Bench::new() else { return };
     let ragged: Vec<i32> = vec![0, 1, 2, 39, 104, 105, 361, 400];
-    let ones: Vec<i32> = (0..=300).collect();
+    let ones: Vec<i32> = (0..=8000).collect();
     /// cu_seqlens, heads, head_dim, window.
     type Case<'a> = (&'a [i32], (usize, usize), usize, Option<usize>);
-    let cases: [Case; 8] = [
+    let cases: [Case; 10] = [
         (&ragged, (4, 2), 16, None),
         (&ragged, (4, 1), 64, None),
         (&ragged, (8, 2), 128, Some(64)),
@@ -300,8 +300,12 @@ fn attention_over_ragged_documents() {
         (&ragged, (9, 3), 64, Some(2)),
         (&ragged, (2, 2), 40, Some(5)),
         (&ragged, (6, 2), 72, Some(128)),
+        // Thousands of documents of one token, and one document as long as a model reads.
         (&ones, (4, 2), 64, None),
+        (&[0, 32_768], (1, 1), 64, None),
         (&[0, 700], (4, 2), 128, None),
+        // All query heads share one key head.
+        (&[0, 300, 1000], (8, 1), 128, None),
     ];
     for (cu_seqlens, (heads, kv_heads), head_dim, window) in cases {
         let tokens = *cu_seqlens.last().unwrap() as usize;
