@@ -2,10 +2,8 @@
 
 use rayon::prelude::*;
 
+use super::{MIN_VALUES_PER_TASK, min_rows};
 use crate::tensor::{Precision, Tensor, ViewMut};
-
-/// Values that one task handles at least.
-const MIN_VALUES_PER_TASK: usize = 16_384;
 
 /// Numbers of one update.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -74,7 +72,7 @@ pub fn copy_rounded(precision: Precision, value: &Tensor, mut working: ViewMut<'
     let (cols, stride) = (working.cols(), working.stride());
     assert_eq!(value.len(), working.rows() * cols, "shapes of a working copy");
     let rows = working.f32s_mut().par_chunks_mut(stride).zip(value.f32s().par_chunks_exact(cols));
-    rows.with_min_len(MIN_VALUES_PER_TASK.div_ceil(cols.max(1))).for_each(|(working, value)| {
+    rows.with_min_len(min_rows(cols)).for_each(|(working, value)| {
         working.iter_mut().zip(value).for_each(|(working, &w)| *working = precision.round(w));
     });
 }

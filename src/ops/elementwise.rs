@@ -2,13 +2,10 @@
 
 use rayon::prelude::*;
 
-use super::MIN_ROWS_PER_TASK;
+use super::{MIN_ROWS_PER_TASK, min_rows};
 use crate::kernel_args;
 use crate::tensor::cuda::Launch;
 use crate::tensor::{DType, Device, Gpu, Indices, MemoryCategory, Precision, Tensor, View, ViewMut};
-
-/// Values that one task handles at least.
-const MIN_VALUES_PER_TASK: usize = 16_384;
 
 /// `x += y`, rounded to the storage format.
 pub fn add_assign<'x, 'y>(device: &Device, x: impl Into<ViewMut<'x>>, y: impl Into<View<'y>>) {
@@ -23,17 +20,7 @@ pub fn add_assign<'x, 'y>(device: &Device, x: impl Into<ViewMut<'x>>, y: impl In
                 x.iter_mut().zip(y).take(width).for_each(|(x, y)| *x = precision.round(*x + y));
             });
         }
-        Device::Cuda(gpu) => {
-            let args = kernel_args![
-                x.pointer(),
-                y.pointer(),
-                x.rows() as i64,
-                width as i32,
-                x.stride() as i64,
-                y.stride() as i64
-            ];
-            gpu.launch("add_assign", Launch::elements(x.rows() * width.div_ceil(8), 1), args);
-        }
+        Device::Cuda(gpu) => launch_block(gpu, "add_assign", x.as_view(), y),
     }
 }
 
@@ -54,17 +41,16 @@ pub fn copy<'x, 'y>(device: &Device, x: impl Into<View<'x>>, y: impl Into<ViewMu
                 return gpu.copy(x.pointer(), y.pointer(), x.rows() * width * bytes);
             }
             assert_eq!(x.dtype(), DType::Bf16, "rows with gaps are copied in bf16 only");
-            let args = kernel_args![
-                x.pointer(),
-                y.pointer(),
-                x.rows() as i64,
-                width as i32,
-                x.stride() as i64,
-                y.stride() as i64
-            ];
-            gpu.launch("copy_block", Launch::elements(x.rows() * width.div_ceil(8), 1), args);
+            launch_block(gpu, "copy_block", x, y.as_view());
         }
     }
+}
+
+/// Queues a kernel over two matrices of equal shape, eight values of a row a thread. It writes one of them, which the caller holds mutably.
+fn launch_block(gpu: &Gpu, kernel: &str, x: View<'_>, y: View<'_>) {
+    let (rows, width) = (x.rows(), x.cols());
+    let args = kernel_args![x.pointer(), y.pointer(), rows as i64, width as i32, x.stride() as i64, y.stride() as i64];
+    gpu.launch(kernel, Launch::elements(rows * width.div_ceil(8), 1), args);
 }
 
 /// Sets every row of `y` [T, N] to `bias` [N].
@@ -168,11 +154,6 @@ pub(super) fn add_partials(gpu: &Gpu, partials: &Tensor, out: &mut Tensor) {
     let (count, width) = (partials.rows() as i32, partials.cols());
     let args = kernel_args![partials.pointer(), out.pointer(), count, width as i32];
     gpu.launch("add_partials", Launch::elements(width, 1), args);
-}
-
-/// Rows of `width` values that one task handles at least.
-fn min_rows(width: usize) -> usize {
-    MIN_VALUES_PER_TASK.div_ceil(width.max(1))
 }
 
 #[cfg(test)]

@@ -25,3 +25,11 @@ pub(crate) mod testing;
 
 /// Rows that one task of a row-wise operation handles at least: below it, handing out work costs more than doing it.
 pub(crate) const MIN_ROWS_PER_TASK: usize = 16;
+
+/// Values that one task of an element-wise operation handles at least.
+pub(crate) const MIN_VALUES_PER_TASK: usize = 16_384;
+
+/// Rows of `width` values that one task of an element-wise operation handles at least.
+pub(crate) fn min_rows(width: usize) -> usize {
+    MIN_VALUES_PER_TASK.div_ceil(width.max(1))
+}

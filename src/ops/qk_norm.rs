@@ -5,13 +5,12 @@
 
 use rayon::prelude::*;
 
-use super::rms_norm::{gradient, normalize, weight_gradient};
+use super::rms_norm::{gradient, normalize, rstd, weight_gradient};
 use super::rope::{HEADS_PER_BLOCK, RopeTable};
-use super::vector::dot;
 use super::{MIN_ROWS_PER_TASK, elementwise};
 use crate::kernel_args;
 use crate::tensor::cuda::Launch;
-use crate::tensor::{Device, Indices, MemoryCategory, Tensor, View, ViewMut};
+use crate::tensor::{Device, Gpu, Indices, MemoryCategory, Tensor, View, ViewMut};
 
 /// Rows whose weight gradients a block of the GPU's kernel adds up; the kernel has the same number.
 const ROWS_PER_PARTIAL: usize = 64;
@@ -85,30 +84,7 @@ pub fn forward<'x, 'y>(
                 }
             });
         }
-        Device::Cuda(gpu) => {
-            let (cos, sin) = table.pointers();
-            let args = kernel_args![
-                x.pointer(),
-                y.pointer(),
-                norm.q_weight.pointer(),
-                norm.k_weight.pointer(),
-                cos,
-                sin,
-                position_ids.pointer(),
-                x.rows() as i64,
-                norm.num_heads as i32,
-                norm.num_kv_heads as i32,
-                table.half() as i32,
-                x.stride() as i64,
-                y.stride() as i64,
-                norm.eps
-            ];
-            gpu.launch(
-                "qk_norm_forward",
-                Launch::new((x.rows() * norm.all_heads()).div_ceil(HEADS_PER_BLOCK), 256),
-                args,
-            );
-        }
+        Device::Cuda(gpu) => launch(gpu, "qk_norm_forward", norm, table, position_ids, x, y),
     }
 }
 
@@ -141,28 +117,39 @@ pub fn backward_in_place<'x, 'd>(
                 }
             });
         }
-        Device::Cuda(gpu) => {
-            let (cos, sin) = table.pointers();
-            let args = kernel_args![
-                x.pointer(),
-                dy.pointer(),
-                norm.q_weight.pointer(),
-                norm.k_weight.pointer(),
-                cos,
-                sin,
-                position_ids.pointer(),
-                x.rows() as i64,
-                norm.num_heads as i32,
-                norm.num_kv_heads as i32,
-                table.half() as i32,
-                x.stride() as i64,
-                dy.stride() as i64,
-                norm.eps
-            ];
-            let blocks = (x.rows() * norm.all_heads()).div_ceil(HEADS_PER_BLOCK);
-            gpu.launch("qk_norm_backward", Launch::new(blocks, 256), args);
-        }
+        Device::Cuda(gpu) => launch(gpu, "qk_norm_backward", norm, table, position_ids, x, dy),
     }
+}
+
+/// Queues [`forward`] or [`backward_in_place`] on the GPU, a warp a head: reads `x` and writes `y`, which the backward pass reads too.
+fn launch(
+    gpu: &Gpu,
+    kernel: &str,
+    norm: &QkNorm<'_>,
+    table: &RopeTable,
+    position_ids: &Indices,
+    x: View<'_>,
+    y: ViewMut<'_>,
+) {
+    let (cos, sin) = table.pointers();
+    let args = kernel_args![
+        x.pointer(),
+        y.pointer(),
+        norm.q_weight.pointer(),
+        norm.k_weight.pointer(),
+        cos,
+        sin,
+        position_ids.pointer(),
+        x.rows() as i64,
+        norm.num_heads as i32,
+        norm.num_kv_heads as i32,
+        table.half() as i32,
+        x.stride() as i64,
+        y.stride() as i64,
+        norm.eps
+    ];
+    let blocks = (x.rows() * norm.all_heads()).div_ceil(HEADS_PER_BLOCK);
+    gpu.launch(kernel, Launch::new(blocks, 256), args);
 }
 
 /// Adds to `dweight` [d] the gradient of the weight of `heads`, from `x` and `dy` [T, (Hq + Hkv)·d] before [`backward_in_place`].
@@ -217,10 +204,6 @@ pub fn backward_weight<'x, 'd>(
             elementwise::add_partials(gpu, &partials, dweight);
         }
     }
-}
-
-fn rstd(x: &[f32], eps: f32) -> f32 {
-    1.0 / (dot(x, x) / x.len() as f32 + eps).sqrt()
 }
 
 #[cfg(test)]

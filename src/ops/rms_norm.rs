@@ -43,9 +43,14 @@ pub fn forward<'y>(
     }
 }
 
+/// `rstd` of one row on the CPU.
+pub(super) fn rstd(x: &[f32], eps: f32) -> f32 {
+    1.0 / (dot(x, x) / x.len() as f32 + eps).sqrt()
+}
+
 /// One row on the CPU; returns its `rstd`.
 pub(super) fn normalize(precision: Precision, x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) -> f32 {
-    let rstd = 1.0 / (dot(x, x) / x.len() as f32 + eps).sqrt();
+    let rstd = rstd(x, eps);
     for ((y, x), w) in y.iter_mut().zip(x).zip(weight) {
         *y = precision.round(precision.round(x * rstd) * w);
     }

@@ -4,13 +4,11 @@
 
 use rayon::prelude::*;
 
+use super::min_rows;
 use super::vector::{exp, vectorized};
 use crate::kernel_args;
 use crate::tensor::cuda::Launch;
 use crate::tensor::{Device, View, ViewMut};
-
-/// Values that one task handles at least.
-const MIN_VALUES_PER_TASK: usize = 16_384;
 
 #[inline(always)]
 fn sigmoid(x: f32) -> f32 {
@@ -67,11 +65,6 @@ pub fn backward_in_place<'d, 'x>(device: &Device, dh: impl Into<View<'d>>, gate_
             gpu.launch("swiglu_backward", Launch::elements(rows * width.div_ceil(8), 1), args);
         }
     }
-}
-
-/// Rows that one task handles at least.
-fn min_rows(width: usize) -> usize {
-    MIN_VALUES_PER_TASK.div_ceil(width.max(1))
 }
 
 vectorized! {
