@@ -46,9 +46,6 @@ pub(super) fn empty_copy() -> CUDA_MEMCPY2D {
     }
 }
 
-/// Bytes of the rows that a copy without gaps is cut into: a divisor of a half of the staging memory.
-const ROW: usize = 64 << 10;
-
 fn bytes_of<T: Copy>(values: &[T]) -> &[u8] {
     // SAFETY: callers pass numbers, whose bytes are all initialized; the slice covers exactly their memory.
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
@@ -69,12 +66,8 @@ impl CudaDevice {
     /// Copies host values to the device, in stream order; returns when the host's slice may change. Nobody waits for more than the copies that
     /// are on their way.
     pub fn upload<T: Copy>(&self, pointer: u64, values: &[T]) {
-        // Short rows, so that a large copy goes in pieces.
-        let bytes = bytes_of(values);
-        let whole = bytes.len() / ROW * ROW;
-        let rows = |bytes: usize, row: usize| Pitched { rows: bytes / row.max(1), row_bytes: row, pitch: row };
-        self.upload_rows(pointer, rows(whole, ROW), &bytes[..whole]);
-        self.upload_rows(pointer + whole as u64, rows(bytes.len() - whole, bytes.len() - whole), &bytes[whole..]);
+        let bytes = size_of_val(values);
+        self.upload_rows(pointer, Pitched { rows: 1, row_bytes: bytes, pitch: bytes }, values);
     }
 
     /// As [`Self::upload`], to rows with gaps between them; `values` holds them one after the other.
@@ -82,17 +75,17 @@ impl CudaDevice {
         if values.is_empty() || self.has_failed() {
             return;
         }
-        if rows.is_contiguous() && rows.row_bytes > ROW {
-            return self.upload(pointer, values);
-        }
-        if rows.row_bytes > staging::HALF_BYTES {
-            for (row, values) in bytes_of(values).chunks(rows.row_bytes).enumerate() {
-                self.upload(pointer + (row * rows.pitch) as u64, values);
-            }
-            return;
-        }
+        let bytes = bytes_of(values);
         let mut staging = self.inner.staging.lock().unwrap_or_else(PoisonError::into_inner);
-        staging.upload(self, pointer, rows, bytes_of(values));
+        if rows.is_contiguous() {
+            staging.upload(self, pointer, bytes);
+        } else if rows.row_bytes <= staging::HALF_BYTES {
+            staging.upload_rows(self, pointer, rows, bytes);
+        } else {
+            for (row, bytes) in bytes.chunks(rows.row_bytes).enumerate() {
+                staging.upload(self, pointer + (row * rows.pitch) as u64, bytes);
+            }
+        }
     }
 
     /// As [`Self::download`], from rows with gaps between them.

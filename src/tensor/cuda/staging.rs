@@ -4,6 +4,7 @@
 //! once the device has passed that one's fence. A half holds the metadata of about 120,000 tokens, so in training it has passed long ago. Weights stream
 //! through both: one is filled from the file while the device takes the other.
 
+use std::ffi::c_void;
 use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUDA_MEMCPY2D, CUmemorytype};
@@ -69,44 +70,54 @@ impl Staging {
         })
     }
 
-    /// Queues a copy of `values` to rows of device memory that the caller owns, piece by piece: while the device takes one half, the next piece
-    /// is copied into the other.
-    ///
-    /// A row must fit a half.
-    pub(super) fn upload(&mut self, device: &CudaDevice, pointer: u64, rows: Pitched, values: &[u8]) {
-        debug_assert!(rows.row_bytes <= HALF_BYTES && values.len() == rows.rows * rows.row_bytes);
-        let rows_per_piece = (HALF_BYTES / rows.row_bytes.max(1)).max(1);
-        for (number, piece) in values.chunks(rows_per_piece * rows.row_bytes.max(1)).enumerate() {
-            let Place { offset, left } = self.turns.place(piece.len());
-            if let Some(left) = left {
-                self.fences[left].set(device);
-                self.fences[1 - left].wait(device);
-            }
-            // SAFETY: the place lies within the buffer, apart from every piece whose fence has not been waited for.
-            let staged = unsafe { std::slice::from_raw_parts_mut(self.buffer.pointer().add(offset), piece.len()) };
-            copy(piece, staged);
-            let (staged, to) = (staged.as_ptr(), pointer + (number * rows_per_piece * rows.pitch) as u64);
-            let copy = CUDA_MEMCPY2D {
-                srcMemoryType: CUmemorytype::CU_MEMORYTYPE_HOST,
-                srcHost: staged.cast(),
-                srcPitch: rows.row_bytes,
-                dstDevice: to,
-                dstPitch: rows.pitch,
-                WidthInBytes: rows.row_bytes,
-                Height: piece.len() / rows.row_bytes.max(1),
-                ..empty_copy()
-            };
-            let stream = device.stream().cu_stream();
-            // SAFETY: the device reads the piece only before the fence of its half, which is waited for before the place is used again; `Drop` of
-            // the buffer waits for the device. The caller owns the destination.
-            let status = unsafe {
-                match rows.is_contiguous() {
-                    true => sys::cuMemcpyHtoDAsync_v2(to, staged.cast(), piece.len(), stream),
-                    false => sys::cuMemcpy2DAsync_v2(&copy, stream),
-                }
-            };
+    /// Queues a copy of `bytes` to device memory that the caller owns, piece by piece: while the device takes one half, the next piece is copied
+    /// into the other.
+    pub(super) fn upload(&mut self, device: &CudaDevice, pointer: u64, bytes: &[u8]) {
+        let stream = device.stream().cu_stream();
+        for (number, piece) in bytes.chunks(HALF_BYTES).enumerate() {
+            let (staged, to) = (self.stage(device, piece), pointer + (number * HALF_BYTES) as u64);
+            // SAFETY: `staged` holds the piece until the device has read it. The caller owns the destination.
+            let status = unsafe { sys::cuMemcpyHtoDAsync_v2(to, staged, piece.len(), stream) };
             device.latch_result(status.result(), "copying to the device");
         }
+    }
+
+    /// As [`Self::upload`], to rows with gaps between them. A row must fit a half.
+    pub(super) fn upload_rows(&mut self, device: &CudaDevice, pointer: u64, rows: Pitched, bytes: &[u8]) {
+        let Pitched { row_bytes, pitch, .. } = rows;
+        debug_assert!((1..=HALF_BYTES).contains(&row_bytes) && bytes.len() == rows.rows * row_bytes);
+        let stream = device.stream().cu_stream();
+        let rows_per_piece = HALF_BYTES / row_bytes;
+        for (number, piece) in bytes.chunks(rows_per_piece * row_bytes).enumerate() {
+            let copy = CUDA_MEMCPY2D {
+                srcMemoryType: CUmemorytype::CU_MEMORYTYPE_HOST,
+                srcHost: self.stage(device, piece),
+                srcPitch: row_bytes,
+                dstDevice: pointer + (number * rows_per_piece * pitch) as u64,
+                dstPitch: pitch,
+                WidthInBytes: row_bytes,
+                Height: piece.len() / row_bytes,
+                ..empty_copy()
+            };
+            // SAFETY: as in `upload`.
+            let status = unsafe { sys::cuMemcpy2DAsync_v2(&copy, stream) };
+            device.latch_result(status.result(), "copying to the device");
+        }
+    }
+
+    /// Copies a piece of at most [`HALF_BYTES`] into page-locked memory, where it stays until the device has passed the fence of its half: the
+    /// caller queues the copy to the device before the next piece is staged.
+    fn stage(&mut self, device: &CudaDevice, piece: &[u8]) -> *const c_void {
+        let Place { offset, left } = self.turns.place(piece.len());
+        if let Some(left) = left {
+            self.fences[left].set(device);
+            self.fences[1 - left].wait(device);
+        }
+        // SAFETY: the place lies within the buffer, apart from every piece whose fence has not been waited for; `Drop` of the buffer waits for
+        // the device.
+        let staged = unsafe { std::slice::from_raw_parts_mut(self.buffer.pointer().add(offset), piece.len()) };
+        copy(piece, staged);
+        staged.as_ptr().cast()
     }
 }
 
