@@ -53,6 +53,21 @@ struct alignas(16) Bf16x8 {
     }
 };
 
+/// Which run of eight columns of [rows, width] this thread has; the last run of a row may be shorter, and the last threads of a grid find a row
+/// that is not there.
+struct Run {
+    int64_t row;
+    int column;
+    int columns;
+    __device__ __forceinline__ explicit Run(int width) {
+        const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+        const int runs = (width + 7) / 8;
+        row = i / runs;
+        column = int(i - row * runs) * 8;
+        columns = min(8, width - column);
+    }
+};
+
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
     for (int offset = WARP / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);

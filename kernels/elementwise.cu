@@ -6,17 +6,6 @@ using namespace tandem;
 
 namespace {
 
-/// Calls f(row, first column, columns) for each run of eight columns of [rows, width], one a thread; the last run of a row may be shorter.
-template <class F>
-__device__ __forceinline__ void for_each_run(int64_t rows, int width, F f) {
-    const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-    const int runs = (width + 7) / 8;
-    const int64_t row = i / runs;
-    if (row >= rows) return;
-    const int column = int(i - row * runs) * 8;
-    f(row, column, min(8, width - column));
-}
-
 /// Whether eight values at this address can be moved at once.
 __device__ __forceinline__ bool aligned(const void* p) { return (reinterpret_cast<uint64_t>(p) & 15) == 0; }
 
@@ -25,36 +14,36 @@ __device__ __forceinline__ bool aligned(const void* p) { return (reinterpret_cas
 /// x [rows, width] += y.
 extern "C" __global__ void __launch_bounds__(256) add_assign(bf16* x, const bf16* y, int64_t rows, int width, int64_t x_stride,
                                                              int64_t y_stride) {
-    for_each_run(rows, width, [&](int64_t row, int column, int columns) {
-        bf16* to = x + row * x_stride + column;
-        const bf16* from = y + row * y_stride + column;
-        if (columns == 8 && aligned(to) && aligned(from)) {
-            float a[8], b[8];
-            reinterpret_cast<const Bf16x8*>(to)->unpack(a);
-            reinterpret_cast<const Bf16x8*>(from)->unpack(b);
+    const Run run(width);
+    if (run.row >= rows) return;
+    bf16* to = x + run.row * x_stride + run.column;
+    const bf16* from = y + run.row * y_stride + run.column;
+    if (run.columns == 8 && aligned(to) && aligned(from)) {
+        float a[8], b[8];
+        reinterpret_cast<const Bf16x8*>(to)->unpack(a);
+        reinterpret_cast<const Bf16x8*>(from)->unpack(b);
 #pragma unroll
-            for (int j = 0; j < 8; ++j) a[j] += b[j];
-            Bf16x8 packed;
-            packed.pack(a);
-            *reinterpret_cast<Bf16x8*>(to) = packed;
-        } else {
-            for (int j = 0; j < columns; ++j) to[j] = to_bf16(to_float(to[j]) + to_float(from[j]));
-        }
-    });
+        for (int j = 0; j < 8; ++j) a[j] += b[j];
+        Bf16x8 packed;
+        packed.pack(a);
+        *reinterpret_cast<Bf16x8*>(to) = packed;
+    } else {
+        for (int j = 0; j < run.columns; ++j) to[j] = to_bf16(to_float(to[j]) + to_float(from[j]));
+    }
 }
 
 /// y [rows, width] = x.
 extern "C" __global__ void __launch_bounds__(256) copy_block(const bf16* x, bf16* y, int64_t rows, int width, int64_t x_stride,
                                                              int64_t y_stride) {
-    for_each_run(rows, width, [&](int64_t row, int column, int columns) {
-        bf16* to = y + row * y_stride + column;
-        const bf16* from = x + row * x_stride + column;
-        if (columns == 8 && aligned(to) && aligned(from)) {
-            *reinterpret_cast<Bf16x8*>(to) = *reinterpret_cast<const Bf16x8*>(from);
-        } else {
-            for (int j = 0; j < columns; ++j) to[j] = from[j];
-        }
-    });
+    const Run run(width);
+    if (run.row >= rows) return;
+    bf16* to = y + run.row * y_stride + run.column;
+    const bf16* from = x + run.row * x_stride + run.column;
+    if (run.columns == 8 && aligned(to) && aligned(from)) {
+        *reinterpret_cast<Bf16x8*>(to) = *reinterpret_cast<const Bf16x8*>(from);
+    } else {
+        for (int j = 0; j < run.columns; ++j) to[j] = from[j];
+    }
 }
 
 /// Every row of y [rows, width] becomes bias [width].
@@ -101,12 +90,6 @@ extern "C" __global__ void __launch_bounds__(256) scatter_rows(const bf16* y, co
         reinterpret_cast<Bf16x8*>(to)[i] = reinterpret_cast<const Bf16x8*>(from)[i];
     }
     for (int i = width / 8 * 8 + threadIdx.x; i < width; i += blockDim.x) to[i] = from[i];
-}
-
-/// y = bf16(x).
-extern "C" __global__ void __launch_bounds__(256) round_to_bf16(const float* x, bf16* y, int64_t n) {
-    const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (i < n) y[i] = to_bf16(x[i]);
 }
 
 /// table[ids[t]] += dx[t] in f32, for t in order: each thread owns a column, so no two threads meet and the order is fixed.

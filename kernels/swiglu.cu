@@ -8,20 +8,6 @@ namespace {
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
 
-/// Which run of eight columns of [rows, width] this thread has; the last run of a row may be shorter.
-struct Run {
-    int64_t row;
-    int column;
-    int columns;
-    __device__ __forceinline__ Run(int width) {
-        const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-        const int runs = (width + 7) / 8;
-        row = i / runs;
-        column = int(i - row * runs) * 8;
-        columns = min(8, width - column);
-    }
-};
-
 /// Eight values from any address, zeros behind `count`.
 __device__ __forceinline__ void load(float (&to)[8], const bf16* from, int count, bool vector) {
     if (vector) {
