@@ -256,9 +256,14 @@ impl Params {
         self.list[id.0].trainable
     }
 
+    /// Ids of all parameters, in order; they do not borrow the list.
+    pub fn ids(&self) -> impl Iterator<Item = ParamId> + use<> {
+        (0..self.list.len()).map(ParamId)
+    }
+
     /// All parameters with their ids, in order.
     pub fn iter(&self) -> impl Iterator<Item = (ParamId, &Parameter)> {
-        self.list.iter().enumerate().map(|(i, p)| (ParamId(i), p))
+        self.ids().zip(&self.list)
     }
 
     /// Lets the optimizer update a parameter that was made to train, or leaves it alone from now on.

@@ -76,7 +76,7 @@ fn gradients_agree_with_finite_differences_with_and_without_dropout_and_padding(
             dot(&gradient, &forward(&ctx, &projection, x).0)
         };
         assert_gradient("dx", x.f32s(), dx.f32s(), |x| loss(&params, x));
-        let ids: Vec<ParamId> = params.iter().map(|(id, _)| id).collect();
+        let ids: Vec<ParamId> = params.ids().collect();
         for id in ids {
             let (start, what) = (params.to_vec(id), params.name(id).to_owned());
             assert_gradient(&what, &start, &grads.get(id).unwrap().to_vec(), |value| {

@@ -43,7 +43,7 @@ pub struct BlockSaved {
     middle: Tensor,
     mlp: MlpSaved,
     /// Where the backward pass follows at once, what the projections of attention and MLP read.
-    inputs: Option<[Normed; 2]>,
+    inputs: Option<(Normed, Normed)>,
 }
 
 /// A normalized input, with room for adapters, and its `rstd`.
@@ -103,7 +103,7 @@ impl Block {
         let mut mlp_in = normed(ctx, &self.post_attention_layernorm, &self.mlp.gate_up_proj, &middle);
         let output = out.map_or(Output::Skip, |y| Output::Write { residual: &middle, y });
         let mlp = self.mlp.forward(ctx, &mut mlp_in.h, output, keep);
-        BlockSaved { attn, middle, mlp, inputs: attn_in.map(|attn_in| [attn_in, mlp_in]) }
+        BlockSaved { attn, middle, mlp, inputs: attn_in.map(|attn_in| (attn_in, mlp_in)) }
     }
 
     /// Columns that the gradient of the residual stream needs: those of the hidden size, and room for adapters of what reads it.
@@ -131,7 +131,7 @@ impl Block {
         let sequences = self.sequences(batch, metadata);
         let hidden = x.cols();
         let BlockSaved { attn, middle, mlp, inputs } = saved;
-        let (attn_in, mlp_in) = inputs.map(|[attn_in, mlp_in]| (attn_in, mlp_in)).unzip();
+        let (attn_in, mlp_in) = inputs.unzip();
         let phase = clock.enter(Phase::Mlp, Pass::Backward, Some(self.index));
         // What the projections read is not kept in a long run: a norm is one pass over memory to make again.
         let norm = &self.post_attention_layernorm;

@@ -206,15 +206,16 @@ impl Checkpoint {
         self.config.num_parameters()
     }
 
+    fn stored(&self, name: &str) -> Result<&Stored> {
+        self.stored.get(name).with_context(|| format!("{}: the model has no tensor named {name}", self.path.display()))
+    }
+
     /// The values of a weight, row-major. The rows of q and k that llama.cpp reorders are put back.
     ///
     /// # Errors
     /// When there is no such weight.
     pub fn tensor_f32(&self, name: &str) -> Result<Vec<f32>> {
-        let stored = self
-            .stored
-            .get(name)
-            .with_context(|| format!("{}: the model has no tensor named {name}", self.path.display()))?;
+        let stored = self.stored(name)?;
         match &self.source {
             Source::Safetensors(files) => files[stored.file].to_f32(&stored.name),
             Source::Gguf(file) => {
@@ -233,10 +234,7 @@ impl Checkpoint {
     /// # Errors
     /// When there is no such weight.
     pub fn tensor_bf16(&self, name: &str) -> Result<Option<&[u8]>> {
-        let stored = self
-            .stored
-            .get(name)
-            .with_context(|| format!("{}: the model has no tensor named {name}", self.path.display()))?;
+        let stored = self.stored(name)?;
         match &self.source {
             Source::Safetensors(files) if stored.kind == BlockKind::Bf16 => {
                 files[stored.file].bytes(&stored.name).map(Some)

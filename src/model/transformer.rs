@@ -173,9 +173,7 @@ impl Transformer {
 
     /// Makes every base parameter trainable (full fine-tuning).
     pub fn train_everything(&mut self) {
-        for (id, _) in self.names() {
-            self.params.train(id);
-        }
+        self.params.ids().for_each(|id| self.params.train(id));
     }
 
     /// Forward and backward over one micro-batch: adds its token losses to `loss` and its gradients to `grads`; `None` when stopped on the way.

@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicBool;
 use anyhow::{Context as _, bail, ensure};
 use serde::Serialize;
 
+use super::bench_ops::{random, time};
 use crate::base::error::Result;
 use crate::base::rng::{Philox, unit_f32};
 use crate::data::example::{Example, IGNORE_INDEX};
@@ -17,7 +18,7 @@ use crate::tensor::phase::PhaseTime;
 use crate::tensor::{Device, MemoryCategory};
 use crate::train::config::{Activations, DeviceChoice, MethodConfig, OptimizerConfig, Precision, ScheduleKind};
 use crate::train::report::StepReport;
-use crate::train::trainer::{Stepped, Trainer, TrainerSetup, room_for};
+use crate::train::trainer::{Stepped, Trainer, TrainerSetup, lora_spec};
 
 /// Configurations that come with Tandem: sizes and flags of published models, without weights.
 const KNOWN: [(&str, &str); 6] = [
@@ -147,7 +148,7 @@ pub fn run(options: &BenchOptions, device: &Device) -> Result<BenchRow> {
     let batches = micro_batches(&lengths, pack, config.vocab_size);
     let flops_per_token = flops_per_token(&config, &lengths, r);
     let method = MethodConfig { r, ..MethodConfig::default() };
-    let model = Transformer::random(&config, device, room_for(&method).as_ref(), 1)?;
+    let model = Transformer::random(&config, device, lora_spec(&method).as_ref(), 1)?;
     let setup = TrainerSetup {
         method,
         optimizer: OptimizerConfig { schedule: ScheduleKind::Constant, ..OptimizerConfig::default() },
@@ -255,29 +256,16 @@ fn flops_per_token(config: &ModelConfig, lengths: &[usize], r: usize) -> f64 {
     layers * (4.0 * weights + 6.0 * adapters + 3.5 * 4.0 * q * context) + 4.0 * config.vocab_size as f64 * hidden
 }
 
-/// Rate of a large square product on random values (never zeros: they run faster), in TFLOP/s.
+/// Rate of a large square product, in TFLOP/s.
 fn square_product_tflops(device: &Device) -> Result<f64> {
-    let n = match device {
-        Device::Cpu(_) => 1024,
-        Device::Cuda(_) => 8192,
+    let (n, calls) = match device {
+        Device::Cpu(_) => (1024, 3),
+        Device::Cuda(_) => (8192, 20),
     };
-    let generator = Philox::new(3, 0);
-    let values: Vec<f32> =
-        (0..(n * n) as u64 / 4).flat_map(|i| generator.block(i)).map(|word| unit_f32(word) - 0.5).collect();
-    let a = device.tensor(MemoryCategory::Workspace, &[n, n], values);
+    let a = random(device, &[n, n]);
     let mut c = device.empty(MemoryCategory::Workspace, &[n, n]);
-    let mut product = |times: usize| -> Result<f64> {
-        let start = std::time::Instant::now();
-        for _ in 0..times {
-            matmul::nt(device, 1.0, &a, &a, 0.0, &mut c);
-        }
-        device.synchronize();
-        device.check()?;
-        Ok(start.elapsed().as_secs_f64() / times as f64)
-    };
-    product(3)?;
-    let seconds = product(if matches!(device, Device::Cpu(_)) { 3 } else { 20 })?;
-    Ok(2.0 * (n as f64).powi(3) / seconds / 1e12)
+    let ms = time(device, calls, || matmul::nt(device, 1.0, &a, &a, 0.0, &mut c))?;
+    Ok(2.0 * (n as f64).powi(3) / ms / 1e9)
 }
 
 #[cfg(test)]

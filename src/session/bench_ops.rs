@@ -55,7 +55,7 @@ pub fn run(device: &Device) -> Result<Vec<OpRow>> {
 }
 
 /// Seeded values in [−0.5, 0.5): never zeros, which run faster.
-fn random(device: &Device, shape: &[usize]) -> Tensor {
+pub(super) fn random(device: &Device, shape: &[usize]) -> Tensor {
     let generator = Philox::new(7, shape.iter().sum::<usize>() as u64);
     let len: usize = shape.iter().product();
     let values = (0..len.div_ceil(4) as u64).flat_map(|i| generator.block(i)).map(|word| unit_f32(word) - 0.5);
@@ -63,7 +63,7 @@ fn random(device: &Device, shape: &[usize]) -> Tensor {
 }
 
 /// Milliseconds of one call: the mean of many, after three that are not counted.
-fn time(device: &Device, calls: usize, mut call: impl FnMut()) -> Result<f64> {
+pub(super) fn time(device: &Device, calls: usize, mut call: impl FnMut()) -> Result<f64> {
     (0..3).for_each(|_| call());
     device.synchronize();
     let start = Instant::now();

@@ -40,20 +40,18 @@ pub struct TrainerSetup {
     pub total_steps: u64,
 }
 
-/// The adapters that a method asks for.
-fn lora_spec(method: &MethodConfig) -> LoraSpec {
-    LoraSpec {
-        r: method.r,
-        scale: LoraSpec::scale(method.r, method.lora_alpha, method.use_rslora),
-        dropout: method.lora_dropout,
-        target_modules: method.target_modules.clone(),
-        layers_to_transform: method.layers_to_transform.clone(),
+/// The adapters that a method asks for, if any: what a model should have room for when it is loaded to be trained by it.
+pub fn lora_spec(method: &MethodConfig) -> Option<LoraSpec> {
+    match method.kind {
+        MethodKind::Full => None,
+        MethodKind::Lora => Some(LoraSpec {
+            r: method.r,
+            scale: LoraSpec::scale(method.r, method.lora_alpha, method.use_rslora),
+            dropout: method.lora_dropout,
+            target_modules: method.target_modules.clone(),
+            layers_to_transform: method.layers_to_transform.clone(),
+        }),
     }
-}
-
-/// What a model should have room for when it is loaded to be trained by `method`: its adapters, if any.
-pub fn room_for(method: &MethodConfig) -> Option<LoraSpec> {
-    (method.kind == MethodKind::Lora).then(|| lora_spec(method))
 }
 
 /// A model in training.
@@ -108,13 +106,9 @@ impl Trainer {
     /// # Errors
     /// When the method does not fit the model.
     pub fn new(mut model: Transformer, setup: TrainerSetup) -> Result<Self> {
-        let method = &setup.method;
-        match method.kind {
-            MethodKind::Full => model.train_everything(),
-            MethodKind::Lora => {
-                let spec = lora_spec(method);
-                model.add_lora(&spec, setup.seed).context("[method] does not fit this model")?;
-            }
+        match lora_spec(&setup.method) {
+            None => model.train_everything(),
+            Some(spec) => model.add_lora(&spec, setup.seed).context("[method] does not fit this model")?,
         }
         let grads = Grads::new(model.params());
         let optimizer = Optimizer::new(&model);

@@ -20,7 +20,7 @@ use crate::session::run_folder;
 use crate::session::training_data::{self, TrainingData};
 use crate::tensor::device::Device;
 use crate::train::config::{DeviceChoice, MethodConfig, MethodKind};
-use crate::train::trainer::{Trainer, TrainerSetup, room_for};
+use crate::train::trainer::{Trainer, TrainerSetup, lora_spec};
 
 /// Least time between two progress events of one stage.
 const TELL_EVERY: Duration = Duration::from_millis(100);
@@ -76,7 +76,7 @@ pub(super) fn prepare(context: &RunContext) -> Result<Option<Prepared>> {
     let model = Transformer::load_unless_stopped(
         &checkpoint,
         &device,
-        room_for(&config.method).as_ref(),
+        lora_spec(&config.method).as_ref(),
         &mut |done, total| stages.tell(stage, done, total),
         stop,
     )?;

@@ -121,20 +121,9 @@ fn decode(text: &str) -> Option<Algorithm> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tensor::cuda::blaslt::{Form, Shape};
+    use crate::tensor::cuda::blaslt::{Form, Shape, tests::SHAPE};
     use crate::tensor::dtype::DType;
 
-    const SHAPE: Shape = Shape {
-        form: Form::Nt,
-        m: 8192,
-        n: 4096,
-        k: 2048,
-        lda: 2048,
-        ldb: 2048,
-        ldc: 6144,
-        ld_source: 4096,
-        out: DType::Bf16,
-    };
     const CASE: Case = Case { shape: SHAPE, alignment: 256 };
     const ALGORITHM: Algorithm = [0, 1, u64::MAX, 3, 0x0123_4567_89ab_cdef, 5, 6, 7];
 

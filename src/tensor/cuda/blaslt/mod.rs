@@ -302,14 +302,14 @@ fn version_in_words(version: usize) -> String {
 mod tests {
     use super::*;
 
-    const SHAPE: Shape = Shape {
+    pub(super) const SHAPE: Shape = Shape {
         form: Form::Nt,
         m: 8192,
         n: 4096,
         k: 2048,
         lda: 2048,
         ldb: 2048,
-        ldc: 4096,
+        ldc: 6144,
         ld_source: 4096,
         out: DType::Bf16,
     };
