@@ -1,12 +1,10 @@
 //! SwiGLU: CUDA form of src/ops/swiglu.rs. Eight values a thread.
 
-#include "common.cuh"
+#include "swiglu.cuh"
 
 using namespace tandem;
 
 namespace {
-
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
 
 /// Eight values from any address, zeros behind `count`.
 __device__ __forceinline__ void load(float (&to)[8], const bf16* from, int count, bool vector) {
@@ -48,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(256) swiglu_forward(const bf16* gat
     load(e, gate, run.columns, vector);
     load(g, gate + width, run.columns, vector);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) e[j] = to_float(to_bf16(e[j] * sigmoid(e[j]))) * g[j];
+    for (int j = 0; j < 8; ++j) e[j] = swiglu(e[j], g[j]);
     store(h + run.row * h_stride + run.column, e, run.columns, vector);
 }
 
@@ -64,12 +62,7 @@ extern "C" __global__ void __launch_bounds__(256) swiglu_backward(const bf16* dh
     load(e, gate, run.columns, vector);
     load(g, gate + width, run.columns, vector);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        const float s = sigmoid(e[j]);
-        const float de = d[j] * g[j] * s * (1.0f + e[j] * (1.0f - s));
-        g[j] = d[j] * e[j] * s;
-        e[j] = de;
-    }
+    for (int j = 0; j < 8; ++j) swiglu_gradient(d[j], e[j], g[j]);
     store(gate, e, run.columns, vector);
     store(gate + width, g, run.columns, vector);
 }

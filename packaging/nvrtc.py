@@ -17,7 +17,20 @@ import zipfile
 
 TARGETS = ["compute_80", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"]
 OPTIONS = ["-std=c++17", "-default-device", "--use_fast_math"]
+INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 KERNEL = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(')
+
+
+def with_headers(kernels: pathlib.Path, text: str) -> str:
+    """The text of a source followed by those of the project's headers that it includes, directly or through another."""
+    texts, wanted, seen = [text], INCLUDE.findall(text), set()
+    while wanted:
+        name = wanted.pop(0)
+        if name not in seen:
+            seen.add(name)
+            texts.append((kernels / name).read_text())
+            wanted += INCLUDE.findall(texts[-1])
+    return "".join(texts)
 
 
 def main() -> None:
@@ -28,15 +41,14 @@ def main() -> None:
     cache = build / "cache"
     cache.mkdir(parents=True, exist_ok=True)
     options = OPTIONS + [f"-I{path}" for path in includes]
-    headers = "".join(path.read_text() for path in sorted(kernels.glob("*.cuh")))
-    salt = hashlib.sha256((compiler.name + " ".join(OPTIONS) + headers).encode()).hexdigest()
+    salt = hashlib.sha256((compiler.name + " ".join(OPTIONS)).encode()).hexdigest()
     library = ctypes.CDLL(str(compiler))
     jobs = [(source, target) for source in sorted(kernels.glob("*.cu")) for target in TARGETS]
 
     def image(job):
         source, target = job
         text = source.read_text()
-        key = hashlib.sha256(f"{salt}{target}{text}".encode()).hexdigest()[:24]
+        key = hashlib.sha256(f"{salt}{target}{with_headers(kernels, text)}".encode()).hexdigest()[:24]
         file = cache / f"{source.stem}.{target}.{key}"
         if not file.exists():
             for old in cache.glob(f"{source.stem}.{target}.*"):

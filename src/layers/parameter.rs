@@ -335,6 +335,16 @@ impl Grads {
         self.own[id.0].as_mut()
     }
 
+    /// As [`Self::get_mut`] for two parameters and [`Self::stacked_mut`] at once; `None` unless all three are there.
+    pub fn pair_and_stack_mut(
+        &mut self,
+        pair: [ParamId; 2],
+        matrix: MatrixId,
+    ) -> Option<([&mut Tensor; 2], &mut Tensor)> {
+        let [Some(a), Some(b)] = self.own.get_disjoint_mut(pair.map(|id| id.0)).ok()? else { return None };
+        Some(([a, b], self.stacks[matrix.0].as_mut()?))
+    }
+
     /// The gradients of a matrix that are computed at once, to add to: [rows, in].
     pub fn stacked_mut(&mut self, matrix: MatrixId) -> Option<&mut Tensor> {
         self.stacks[matrix.0].as_mut()

@@ -124,7 +124,7 @@ impl Projection {
         let Some(lora) = self.lora() else { return };
         let (device, columns) = (ctx.device, self.adapter_columns);
         match ctx.dropout.filter(|_| lora.dropout > 0.0) {
-            None => matmul::extend_nt(device, lora.scale, x, self.adapters(ctx, 0, columns)),
+            None => matmul::extend_nt(device, lora.scale, x, self.a(ctx)),
             Some(_) => {
                 // Columns that only align the others stay zero.
                 let mut z = device.zeros(MemoryCategory::Workspace, &[x.rows(), columns]);
@@ -165,36 +165,60 @@ impl Projection {
         dy: &mut Tensor,
         dx: Option<ViewMut<'_>>,
     ) {
-        let (device, matrix) = (ctx.device, ctx.params.matrix(self.matrix).view());
         for linear in &self.linears {
             let dy = dy.view().columns(linear.first, linear.out_features);
             if let Some(dweight) = grads.get_mut(linear.weight) {
-                matmul::tn(device, 1.0, dy, x, 1.0, dweight);
+                matmul::tn(ctx.device, 1.0, dy, x, 1.0, dweight);
             }
             if let Some(dbias) = linear.bias.and_then(|bias| grads.get_mut(bias)) {
-                elementwise::sum_rows(device, dy, dbias);
+                elementwise::sum_rows(ctx.device, dy, dbias);
             }
-            if let (Some(lora), Some(z)) = (linear.lora, z)
+        }
+        if let Some(z) = z {
+            self.b_gradients(ctx, grads, z, dy);
+        }
+        self.fill_dz(ctx, dy);
+        self.a_gradients(ctx, grads, x, dy);
+        if let Some(dx) = dx {
+            self.input_gradient(ctx, dy, dx);
+        }
+    }
+
+    /// `dB += dyᵀ·z` of every adapter, with `z` [T, R] and `dy` [T, ≥N].
+    pub fn b_gradients(&self, ctx: &Context<'_>, grads: &mut Grads, z: View<'_>, dy: &Tensor) {
+        for linear in &self.linears {
+            if let Some(lora) = linear.lora
                 && let Some(db) = grads.get_mut(lora.b)
             {
-                matmul::tn(device, 1.0, dy, z.columns(lora.first, lora.r), 1.0, db);
+                let dy = dy.view().columns(linear.first, linear.out_features);
+                matmul::tn(ctx.device, 1.0, dy, z.columns(lora.first, lora.r), 1.0, db);
             }
         }
-        let (n, r) = (self.out_features, self.adapter_columns);
+    }
+
+    /// Writes dz behind the columns of `dy` [T, ≥N + R].
+    pub fn fill_dz(&self, ctx: &Context<'_>, dy: &mut Tensor) {
+        let Some(lora) = self.lora() else { return };
+        matmul::extend_nn(ctx.device, lora.scale, dy, self.b(ctx));
+        elementwise::round(ctx.device, dy.view_mut().columns(self.out_features, self.adapter_columns));
+    }
+
+    /// `dA += dzᵀ·drop(x)` of all adapters, with `x` [T, in] and dz behind `dy` [T, ≥N + R].
+    pub fn a_gradients(&self, ctx: &Context<'_>, grads: &mut Grads, x: View<'_>, dy: &Tensor) {
+        if let Some(da) = grads.stacked_mut(self.matrix) {
+            self.adapter_gradients(ctx, x, dy.view().columns(self.out_features, self.adapter_columns), da);
+        }
+    }
+
+    /// Assigns `dx` [T, in] from `dy` [T, ≥N + R] with dz behind it.
+    pub fn input_gradient(&self, ctx: &Context<'_>, dy: &Tensor, mut dx: ViewMut<'_>) {
+        let (device, n, r) = (ctx.device, self.out_features, self.adapter_columns);
         let dropping = ctx.dropout.filter(|_| self.lora().is_some_and(|lora| lora.dropout > 0.0));
-        if let Some(lora) = self.lora() {
-            matmul::extend_nn(device, lora.scale, dy, matrix.row_range(0, n).columns(self.in_features, r));
-            elementwise::round(device, dy.view_mut().columns(n, r));
-            if let Some(da) = grads.stacked_mut(self.matrix) {
-                self.adapter_gradients(ctx, x, dy.view().columns(n, r), da);
-            }
-        }
-        let Some(mut dx) = dx else { return };
         let inner = if dropping.is_some() { n } else { n + r };
-        let weight = matrix.row_range(0, inner).columns(0, self.in_features);
+        let weight = ctx.params.matrix(self.matrix).view().row_range(0, inner).columns(0, self.in_features);
         matmul::nn(device, 1.0, dy.first_columns(inner), weight, 0.0, dx.reborrow());
         if let Some(state) = dropping {
-            let mut through = ctx.scratch(&[x.rows(), self.in_features]);
+            let mut through = ctx.scratch(&[dx.rows(), self.in_features]);
             for lora in self.linears.iter().filter_map(|linear| linear.lora) {
                 let dz = dy.view().columns(n + lora.first, lora.r);
                 matmul::nn(device, 1.0, dz, self.adapters(ctx, lora.first, lora.r), 0.0, &mut through);
@@ -202,6 +226,37 @@ impl Projection {
             }
         }
         elementwise::round(device, dx);
+    }
+
+    /// The rank of the adapters, where every layer has one of that rank without columns that only align it, and nothing but them trains and
+    /// nothing is dropped.
+    pub fn rank_of_adapters_alone(&self, ctx: &Context<'_>) -> Option<usize> {
+        let r = self.lora()?.r;
+        let trains = |id| ctx.params.is_trainable(id);
+        let alone = |linear: &Linear| {
+            let adapted = |lora: Lora| {
+                let drops = ctx.dropout.is_some() && lora.dropout > 0.0;
+                lora.r == r && !drops && trains(lora.a) && trains(lora.b)
+            };
+            linear.lora.is_some_and(adapted) && !trains(linear.weight) && !linear.bias.is_some_and(trains)
+        };
+        (self.linears.iter().all(alone) && self.adapter_columns == r * self.linears.len()).then_some(r)
+    }
+
+    /// Scale of the adapters; 1 without any.
+    pub fn scale(&self) -> f32 {
+        self.lora().map_or(1.0, |lora| lora.scale)
+    }
+
+    /// B of all adapters: [N, R], a block for each and zeros elsewhere.
+    pub fn b<'a>(&self, ctx: &Context<'a>) -> View<'a> {
+        let matrix = ctx.params.matrix(self.matrix).view();
+        matrix.row_range(0, self.out_features).columns(self.in_features, self.adapter_columns)
+    }
+
+    /// A of all adapters: [R, in].
+    pub fn a<'a>(&self, ctx: &Context<'a>) -> View<'a> {
+        self.adapters(ctx, 0, self.adapter_columns)
     }
 
     /// `da` [≤R, in] `+= dzᵀ·drop(x)`, with `dz` [T, R].

@@ -13,6 +13,7 @@ use tandem::ops::dropout::{self, DropoutKey};
 use tandem::ops::multi_tensor::{Member, MultiTensor};
 use tandem::ops::qk_norm::{self, Heads, QkNorm};
 use tandem::ops::rope::{self, RopeTable};
+use tandem::ops::swiglu_lora::{self, Adapters, Gradients};
 use tandem::ops::{adamw, elementwise, embedding, matmul, norm, rms_norm, swiglu};
 use tandem::tensor::{Device, MemoryCategory, Precision, Tensor, View};
 
@@ -216,6 +217,47 @@ fn elementwise_operations() {
             let dh = tensor(d, &[rows, width], &z);
             swiglu::backward_in_place(d, &dh, gate_up.first_columns_mut(2 * width));
             vec![sum, biased, dbias, gathered, scattered, act, gate_up]
+        });
+    }
+}
+
+#[test]
+fn swiglu_with_the_adapters_around_it() {
+    let Some(mut b) = Bench::new() else { return };
+    for (rows, inner, r) in [(1, 8, 8), (33, 264, 16), (200, 136, 24), (1000, 1536, 16), (517, 520, 32)] {
+        let (base, d_act) = (b.values(rows * 2 * inner), b.values(rows * inner));
+        let (a, b_gate, b_up) = (b.values(r * inner), b.values(inner * r), b.values(inner * r));
+        let (dz_down, z) = (b.values(rows * r), b.values(rows * 2 * r));
+        b.compare(&format!("swiglu_lora {rows}×{inner}, r {r}"), 3.0, |d| {
+            // As in the matrices of a model: B behind W, A below it, z behind x.
+            let width = 64 + 2 * r;
+            let mut matrix = d.zeros(SCRATCH, &[2 * inner, width]);
+            matrix.view_mut().row_range(0, inner).columns(64, r).set(&b_gate);
+            matrix.view_mut().row_range(inner, inner).columns(64 + r, r).set(&b_up);
+            let mut a_down = d.zeros(SCRATCH, &[r, inner + 16]);
+            a_down.first_columns_mut(inner).set(&a);
+            let mut gate_up = d.zeros(SCRATCH, &[rows, 2 * inner + 2 * r + 8]);
+            gate_up.first_columns_mut(2 * inner).set(&base);
+            let (dz_down, z) = (tensor(d, &[rows, r], &dz_down), tensor(d, &[rows, 2 * r], &z));
+            let adapters = Adapters {
+                a_down: a_down.first_columns(inner),
+                b: matrix.view().columns(64, 2 * r),
+                dz_down: dz_down.view(),
+                z: z.view(),
+                scale_down: 0.5,
+                scale_gate_up: 2.0,
+            };
+            let [mut da, mut db_gate, mut db_up] =
+                [[r, inner], [inner, r], [inner, r]].map(|shape| d.zeros_f32(SCRATCH, &shape));
+            let mut z_down = d.empty(SCRATCH, &[rows, r]);
+            for _ in 0..2 {
+                // Twice, so that gradients accumulate.
+                gate_up.first_columns_mut(2 * inner).set(&base);
+                let gradients = Gradients { a_down: &mut da, b: [&mut db_gate, &mut db_up] };
+                let d_act = tensor(d, &[rows, inner], &d_act);
+                swiglu_lora::backward(d, &adapters, &d_act, &mut gate_up, &mut z_down, gradients);
+            }
+            vec![gate_up, z_down, da, db_gate, db_up]
         });
     }
 }
