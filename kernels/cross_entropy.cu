@@ -1,8 +1,16 @@
-//! Cross-entropy of rows of logits with the gradient in place: CUDA form of src/ops/cross_entropy.rs. One block a row.
+//! Cross-entropy of rows of logits with the gradient in place: CUDA form of src/ops/cross_entropy.rs. One block a row, and one block a
+//! multiprocessor: the rows in work then fit the L2 cache of large cards, so that the second pass over a row does not read memory again.
 
 #include "common.cuh"
 
 using namespace tandem;
+
+namespace {
+
+/// Vectors that a thread loads before it uses the first.
+constexpr int AHEAD = 4;
+
+}  // namespace
 
 /// logits [rows, stride], of which `vocab` columns count; losses [rows]. With `weight` ≠ 0 the logits become their gradient times it, and the
 /// padding columns become 0.
@@ -20,18 +28,28 @@ extern "C" __global__ void __launch_bounds__(1024) cross_entropy(bf16* logits, c
         }
         sum += __expf(v - most);
     };
-    for (int i = threadIdx.x; i < vectors; i += blockDim.x) {
-        float v[8];
-        reinterpret_cast<const Bf16x8*>(row)[i].unpack(v);
-        float top = v[0];
+    for (int first = threadIdx.x; first < vectors; first += AHEAD * blockDim.x) {
+        Bf16x8 packed[AHEAD];
 #pragma unroll
-        for (int j = 1; j < 8; ++j) top = fmaxf(top, v[j]);
-        if (top > most) {
-            sum *= __expf(most - top);
-            most = top;
+        for (int k = 0; k < AHEAD; ++k) {
+            const int i = first + k * blockDim.x;
+            if (i < vectors) packed[k] = reinterpret_cast<const Bf16x8*>(row)[i];
         }
 #pragma unroll
-        for (int j = 0; j < 8; ++j) sum += __expf(v[j] - most);
+        for (int k = 0; k < AHEAD; ++k) {
+            if (first + k * blockDim.x >= vectors) break;
+            float v[8];
+            packed[k].unpack(v);
+            float top = v[0];
+#pragma unroll
+            for (int j = 1; j < 8; ++j) top = fmaxf(top, v[j]);
+            if (top > most) {
+                sum *= __expf(most - top);
+                most = top;
+            }
+#pragma unroll
+            for (int j = 0; j < 8; ++j) sum += __expf(v[j] - most);
+        }
     }
     for (int i = vectors * 8 + threadIdx.x; i < vocab; i += blockDim.x) see(to_float(row[i]));
     const float max_all = block_max(most, shared);
@@ -41,17 +59,27 @@ extern "C" __global__ void __launch_bounds__(1024) cross_entropy(bf16* logits, c
     if (weight == 0.0f) return;
     __syncthreads();
     const float scale = weight / sum_all;
-    for (int i = threadIdx.x; i < vectors; i += blockDim.x) {
-        float v[8];
-        reinterpret_cast<const Bf16x8*>(row)[i].unpack(v);
+    for (int first = threadIdx.x; first < vectors; first += AHEAD * blockDim.x) {
+        Bf16x8 packed[AHEAD];
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            v[j] = __expf(v[j] - max_all) * scale;
-            if (i * 8 + j == target) v[j] -= weight;
+        for (int k = 0; k < AHEAD; ++k) {
+            const int i = first + k * blockDim.x;
+            if (i < vectors) packed[k] = reinterpret_cast<const Bf16x8*>(row)[i];
         }
-        Bf16x8 packed;
-        packed.pack(v);
-        reinterpret_cast<Bf16x8*>(row)[i] = packed;
+#pragma unroll
+        for (int k = 0; k < AHEAD; ++k) {
+            const int i = first + k * blockDim.x;
+            if (i >= vectors) break;
+            float v[8];
+            packed[k].unpack(v);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                v[j] = __expf(v[j] - max_all) * scale;
+                if (i * 8 + j == target) v[j] -= weight;
+            }
+            packed[k].pack(v);
+            reinterpret_cast<Bf16x8*>(row)[i] = packed[k];
+        }
     }
     for (int i = vectors * 8 + threadIdx.x; i < stride; i += blockDim.x) {
         float v = i < vocab ? __expf(to_float(row[i]) - max_all) * scale : 0.0f;

@@ -1,4 +1,4 @@
-//! RMSNorm of query and key heads with the rotary embedding: CUDA form of src/ops/qk_norm.rs. A warp a head.
+//! RMSNorm of query and key heads with the rotary embedding: CUDA form of src/ops/qk_norm.rs. A warp a row and some of its heads.
 
 #include "rope.cuh"
 
@@ -8,132 +8,133 @@ namespace {
 
 constexpr int ROWS_PER_PARTIAL = 64;
 
-/// Σ over the values of a head of f(value of a, value of b).
-template <class F>
-__device__ __forceinline__ float head_sum(const Head& a, const Head& b, F f) {
+/// Σ over the values of a head of a·b.
+__device__ __forceinline__ float head_dot(const HeadLanes& lanes, const Pairs& a, const Pairs& b) {
     float sum = 0.0f;
 #pragma unroll
-    for (int run = 0; run < PAIR_RUNS; ++run) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) sum += f(a.low[run][j], b.low[run][j]) + f(a.high[run][j], b.high[run][j]);
-    }
-    return warp_sum(sum);
+    for (int j = 0; j < 4; ++j) sum += a.low[j] * b.low[j] + a.high[j] * b.high[j];
+    return lanes.sum(sum);
 }
 
-__device__ __forceinline__ float rstd_of(const Head& x, int half, float eps) {
-    const float squares = head_sum(x, x, [](float a, float b) { return a * b; });
-    return rsqrtf(squares / (2 * half) + eps);
+__device__ __forceinline__ float rstd_of(const HeadLanes& lanes, const Pairs& x, int half, float eps) {
+    return rsqrtf(head_dot(lanes, x, x) / (2 * half) + eps);
 }
-
-/// Which head of which row this warp has, where its values lie, and its norm's weight.
-struct Place {
-    int64_t row;
-    int head;
-    __device__ __forceinline__ Place(int heads) {
-        const int64_t i = int64_t(blockIdx.x) * (blockDim.x / WARP) + threadIdx.x / WARP;
-        row = i / heads;
-        head = int(i - row * heads);
-    }
-};
 
 }  // namespace
 
 /// x [rows, (q_heads + k_heads)·2·half] → y, same shape; cos and sin [positions, half].
-extern "C" __global__ void __launch_bounds__(256) qk_norm_forward(const bf16* x, bf16* y, const bf16* q_weight, const bf16* k_weight,
-                                                                  const float* cos, const float* sin, const int* positions, int64_t rows,
-                                                                  int q_heads, int k_heads, int half, int64_t x_stride, int64_t y_stride,
-                                                                  float eps) {
-    const Place place(q_heads + k_heads);
-    if (place.row >= rows) return;
-    Head value, weight;
-    load_head(value, x + place.row * x_stride + int64_t(place.head) * 2 * half, half);
-    load_head(weight, place.head < q_heads ? q_weight : k_weight, half);
-    const float r = rstd_of(value, half, eps);
+extern "C" __global__ void __launch_bounds__(32 * ROWS_A_BLOCK) qk_norm_forward(const bf16* x, bf16* y, const bf16* q_weight, const bf16* k_weight,
+                                                                                const float* cos, const float* sin, const int* positions,
+                                                                                int64_t rows, int q_heads, int k_heads, int half,
+                                                                                int64_t x_stride, int64_t y_stride, float eps) {
+    const HeadLanes lanes(half);
+    if (lanes.row >= rows) return;
+    const bf16* const from = x + lanes.row * x_stride;
+    bf16* const to = y + lanes.row * y_stride;
+    PackedPairs packed[HEADS_A_LANE];
 #pragma unroll
-    for (int run = 0; run < PAIR_RUNS; ++run) {
+    for (int i = 0; i < HEADS_A_LANE; ++i)
+        packed[i] = lanes.load(from + lanes.head(i) * 2 * half, half, lanes.head(i) < q_heads + k_heads);
+    const Angles angles(lanes, cos, sin, positions[lanes.row], half);
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
+    for (int i = 0; i < HEADS_A_LANE; ++i) {
+        const int head = lanes.head(i);
+        Pairs value = packed[i].unpack();
+        const Pairs weight = lanes.load(head < q_heads ? q_weight : k_weight, half, true).unpack();
+        const float r = rstd_of(lanes, value, half, eps);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
             // The normalized value is rounded before it meets the weight, as Transformers does.
-            value.low[run][j] = rounded(rounded(value.low[run][j] * r) * weight.low[run][j]);
-            value.high[run][j] = rounded(rounded(value.high[run][j] * r) * weight.high[run][j]);
+            value.low[j] = rounded(rounded(value.low[j] * r) * weight.low[j]);
+            value.high[j] = rounded(rounded(value.high[j] * r) * weight.high[j]);
         }
+        rotate(value, angles, 1.0f);
+        lanes.store(to + head * 2 * half, half, value, head < q_heads + k_heads);
     }
-    const int64_t angle = int64_t(positions[place.row]) * half;
-    rotate(value, cos + angle, sin + angle, half, 1.0f);
-    store_head(y + place.row * y_stride + int64_t(place.head) * 2 * half, value, half);
 }
 
 /// In place: the gradient dy of y becomes that of x.
-extern "C" __global__ void __launch_bounds__(256) qk_norm_backward(const bf16* x, bf16* dy, const bf16* q_weight, const bf16* k_weight,
-                                                                   const float* cos, const float* sin, const int* positions,
-                                                                   int64_t rows, int q_heads, int k_heads, int half, int64_t x_stride,
-                                                                   int64_t dy_stride, float eps) {
-    const Place place(q_heads + k_heads);
-    if (place.row >= rows) return;
-    bf16* at = dy + place.row * dy_stride + int64_t(place.head) * 2 * half;
-    Head value, gradient, weight;
-    load_head(value, x + place.row * x_stride + int64_t(place.head) * 2 * half, half);
-    load_head(gradient, at, half);
-    load_head(weight, place.head < q_heads ? q_weight : k_weight, half);
-    const int64_t angle = int64_t(positions[place.row]) * half;
-    rotate(gradient, cos + angle, sin + angle, half, -1.0f);
+extern "C" __global__ void __launch_bounds__(32 * ROWS_A_BLOCK) qk_norm_backward(const bf16* x, bf16* dy, const bf16* q_weight, const bf16* k_weight,
+                                                                                 const float* cos, const float* sin, const int* positions,
+                                                                                 int64_t rows, int q_heads, int k_heads, int half,
+                                                                                 int64_t x_stride, int64_t dy_stride, float eps) {
+    const HeadLanes lanes(half);
+    if (lanes.row >= rows) return;
+    const bf16* const from = x + lanes.row * x_stride;
+    bf16* const to = dy + lanes.row * dy_stride;
+    PackedPairs values[HEADS_A_LANE], gradients[HEADS_A_LANE];
 #pragma unroll
-    for (int run = 0; run < PAIR_RUNS; ++run) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            gradient.low[run][j] *= weight.low[run][j];
-            gradient.high[run][j] *= weight.high[run][j];
-        }
+    for (int i = 0; i < HEADS_A_LANE; ++i) {
+        const bool there = lanes.head(i) < q_heads + k_heads;
+        values[i] = lanes.load(from + lanes.head(i) * 2 * half, half, there);
+        gradients[i] = lanes.load(to + lanes.head(i) * 2 * half, half, there);
     }
-    const float r = rstd_of(value, half, eps);
-    const float scale = head_sum(gradient, value, [](float a, float b) { return a * b; }) * r * r * r / (2 * half);
+    const Angles angles(lanes, cos, sin, positions[lanes.row], half);
 #pragma unroll
-    for (int run = 0; run < PAIR_RUNS; ++run) {
+    for (int i = 0; i < HEADS_A_LANE; ++i) {
+        const int head = lanes.head(i);
+        const Pairs value = values[i].unpack();
+        Pairs gradient = gradients[i].unpack();
+        const Pairs weight = lanes.load(head < q_heads ? q_weight : k_weight, half, true).unpack();
+        rotate(gradient, angles, -1.0f);
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            gradient.low[run][j] = r * gradient.low[run][j] - value.low[run][j] * scale;
-            gradient.high[run][j] = r * gradient.high[run][j] - value.high[run][j] * scale;
+        for (int j = 0; j < 4; ++j) {
+            gradient.low[j] *= weight.low[j];
+            gradient.high[j] *= weight.high[j];
         }
+        const float r = rstd_of(lanes, value, half, eps);
+        const float scale = head_dot(lanes, gradient, value) * r * r * r / (2 * half);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            gradient.low[j] = r * gradient.low[j] - value.low[j] * scale;
+            gradient.high[j] = r * gradient.high[j] - value.high[j] * scale;
+        }
+        lanes.store(to + head * 2 * half, half, gradient, head < q_heads + k_heads);
     }
-    store_head(at, gradient, half);
 }
 
 /// Partial sums of a weight's gradient over runs of 64 rows and `heads` heads: partials [ceil(rows / 64), 2·half]. x and dy start at the first
-/// of those heads. One block a run; its warps share the rows, and their sums meet in order.
+/// of those heads. One block a run; its warps share the rows, and the sums of lanes and warps meet in order.
 extern "C" __global__ void __launch_bounds__(256) qk_norm_weight_partials(const bf16* x, const bf16* dy, const float* cos,
                                                                           const float* sin, const int* positions, float* partials,
                                                                           int64_t rows, int heads, int half, int64_t x_stride,
                                                                           int64_t dy_stride, float eps) {
-    constexpr int WARPS = 8, MAX_DIM = PAIR_RUNS * 4 * WARP;
+    constexpr int WARPS = 8, MAX_DIM = 256;
     __shared__ float shared[WARPS][MAX_DIM];
-    const int warp = threadIdx.x / WARP;
+    const HeadLanes lanes(half);
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int64_t first = int64_t(blockIdx.x) * ROWS_PER_PARTIAL, last = min(first + ROWS_PER_PARTIAL, rows);
-    Head sum = {};
+    Pairs sum = {};
     for (int64_t row = first + warp; row < last; row += WARPS) {
-        const int64_t angle = int64_t(positions[row]) * half;
-        for (int h = 0; h < heads; ++h) {
-            Head value, gradient;
-            load_head(value, x + row * x_stride + int64_t(h) * 2 * half, half);
-            load_head(gradient, dy + row * dy_stride + int64_t(h) * 2 * half, half);
-            rotate(gradient, cos + angle, sin + angle, half, -1.0f);
-            const float r = rstd_of(value, half, eps);
+        const Angles angles(lanes, cos, sin, positions[row], half);
+        // Every lane comes to every sum: heads past the last are zeros.
+        for (int at = 0; at < heads; at += lanes.slots) {
+            const int head = at + lane / lanes.group;
+            const Pairs value = lanes.load(x + row * x_stride + head * 2 * half, half, head < heads).unpack();
+            Pairs gradient = lanes.load(dy + row * dy_stride + head * 2 * half, half, head < heads).unpack();
+            rotate(gradient, angles, -1.0f);
+            const float r = rstd_of(lanes, value, half, eps);
 #pragma unroll
-            for (int run = 0; run < PAIR_RUNS; ++run) {
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    sum.low[run][j] += gradient.low[run][j] * value.low[run][j] * r;
-                    sum.high[run][j] += gradient.high[run][j] * value.high[run][j] * r;
-                }
+            for (int j = 0; j < 4; ++j) {
+                sum.low[j] += gradient.low[j] * value.low[j] * r;
+                sum.high[j] += gradient.high[j] * value.high[j] * r;
             }
         }
     }
-    for_each_pair(half, [&](int run, int pair) {
+    for (int offset = WARP / 2; offset >= lanes.group; offset /= 2) {
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            shared[warp][pair + j] = sum.low[run][j];
-            shared[warp][half + pair + j] = sum.high[run][j];
+        for (int j = 0; j < 4; ++j) {
+            sum.low[j] += __shfl_xor_sync(0xffffffffu, sum.low[j], offset);
+            sum.high[j] += __shfl_xor_sync(0xffffffffu, sum.high[j], offset);
         }
-    });
+    }
+    if (lane < lanes.group && lanes.active) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            shared[warp][lanes.pair + j] = sum.low[j];
+            shared[warp][half + lanes.pair + j] = sum.high[j];
+        }
+    }
     __syncthreads();
     for (int column = threadIdx.x; column < 2 * half; column += blockDim.x) {
         float total = 0.0f;

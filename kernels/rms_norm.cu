@@ -1,4 +1,4 @@
-//! RMSNorm: CUDA form of src/ops/rms_norm.rs. One warp a row up to 1,024 values, one block a row beyond. Widths and strides are multiples of 8.
+//! RMSNorm: CUDA form of src/ops/rms_norm.rs. A warp a row where its registers hold one, else a block a row. Widths and strides are multiples of 8.
 
 #include "common.cuh"
 
@@ -14,38 +14,53 @@ __device__ __forceinline__ float row_sum(float x, float* shared) {
     return WARP_ROW ? warp_sum(x) : block_sum(x, shared);
 }
 
-template <bool WARP_ROW>
-__device__ __forceinline__ void forward(const bf16* __restrict__ x, const bf16* __restrict__ weight, bf16* __restrict__ y,
-                                        float* __restrict__ rstd, int64_t rows, int width, int64_t y_stride, float eps) {
-    __shared__ float shared[WARP];
-    const int lane = WARP_ROW ? threadIdx.x % WARP : threadIdx.x;
-    const int lanes = WARP_ROW ? WARP : blockDim.x;
-    const int64_t row = WARP_ROW ? int64_t(blockIdx.x) * (blockDim.x / WARP) + threadIdx.x / WARP : blockIdx.x;
+/// Eight values of a row, normalized: rounded before they meet the weight, as Transformers does.
+__device__ __forceinline__ Bf16x8 normalized(const Bf16x8& x, const Bf16x8& weight, float r) {
+    float v[8], w[8];
+    x.unpack(v);
+    weight.unpack(w);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) v[j] = to_float(to_bf16(v[j] * r)) * w[j];
+    Bf16x8 packed;
+    packed.pack(v);
+    return packed;
+}
+
+__device__ __forceinline__ float sum_of_squares(const Bf16x8& x) {
+    float v[8], sum = 0.0f;
+    x.unpack(v);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sum += v[j] * v[j];
+    return sum;
+}
+
+/// A warp a row of up to 256·VECTORS values, all of it loaded before the first is used.
+template <int VECTORS>
+__device__ __forceinline__ void forward_warp(const bf16* __restrict__ x, const bf16* __restrict__ weight, bf16* __restrict__ y,
+                                             float* __restrict__ rstd, int64_t rows, int width, int64_t y_stride, float eps) {
+    const int lane = threadIdx.x % WARP, vectors = width / 8;
+    const int64_t row = int64_t(blockIdx.x) * (blockDim.x / WARP) + threadIdx.x / WARP;
     if (row >= rows) return;
     const Bf16x8* in = reinterpret_cast<const Bf16x8*>(x + row * width);
     const Bf16x8* w = reinterpret_cast<const Bf16x8*>(weight);
     Bf16x8* out = reinterpret_cast<Bf16x8*>(y + row * y_stride);
-    const int vectors = width / 8;
-    float sum = 0.0f;
-    for (int i = lane; i < vectors; i += lanes) {
-        float v[8];
-        in[i].unpack(v);
+    Bf16x8 value[VECTORS];
 #pragma unroll
-        for (int j = 0; j < 8; ++j) sum += v[j] * v[j];
+    for (int k = 0; k < VECTORS; ++k) {
+        const int i = lane + k * WARP;
+        value[k] = i < vectors ? in[i] : Bf16x8{};
     }
-    sum = row_sum<WARP_ROW>(sum, shared);
-    const float r = rsqrtf(sum / width + eps);
-    if (lane == 0) rstd[row] = r;
-    for (int i = lane; i < vectors; i += lanes) {
-        float v[8], g[8];
-        in[i].unpack(v);
-        w[i].unpack(g);
-        // The normalized value is rounded before it meets the weight, as Transformers does.
+    float sum = 0.0f;
 #pragma unroll
-        for (int j = 0; j < 8; ++j) v[j] = to_float(to_bf16(v[j] * r)) * g[j];
-        Bf16x8 packed;
-        packed.pack(v);
-        out[i] = packed;
+    for (int k = 0; k < VECTORS; ++k) sum += sum_of_squares(value[k]);
+    const float r = rsqrtf(warp_sum(sum) / width + eps);
+    if (lane == 0) rstd[row] = r;
+#pragma unroll
+    for (int k = 0; k < VECTORS; ++k) {
+        // Else the compiler keeps the unpacked values, twice as large, from the sum on.
+        asm volatile("" : "+r"(value[k].pair[0]), "+r"(value[k].pair[1]), "+r"(value[k].pair[2]), "+r"(value[k].pair[3]));
+        const int i = lane + k * WARP;
+        if (i < vectors) out[i] = normalized(value[k], w[i], r);
     }
 }
 
@@ -94,14 +109,40 @@ __device__ __forceinline__ void backward(const bf16* __restrict__ dy, const bf16
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(256) rms_norm_forward_warp(const bf16* x, const bf16* weight, bf16* y, float* rstd, int64_t rows, int width,
+extern "C" __global__ void __launch_bounds__(256) rms_norm_forward_1024(const bf16* x, const bf16* weight, bf16* y, float* rstd, int64_t rows, int width,
         int64_t y_stride, float eps) {
-    forward<true>(x, weight, y, rstd, rows, width, y_stride, eps);
+    forward_warp<4>(x, weight, y, rstd, rows, width, y_stride, eps);
 }
 
+extern "C" __global__ void __launch_bounds__(256) rms_norm_forward_2048(const bf16* x, const bf16* weight, bf16* y, float* rstd, int64_t rows, int width,
+        int64_t y_stride, float eps) {
+    forward_warp<8>(x, weight, y, rstd, rows, width, y_stride, eps);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) rms_norm_forward_4096(const bf16* x, const bf16* weight, bf16* y, float* rstd, int64_t rows, int width,
+        int64_t y_stride, float eps) {
+    forward_warp<16>(x, weight, y, rstd, rows, width, y_stride, eps);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) rms_norm_forward_5120(const bf16* x, const bf16* weight, bf16* y, float* rstd, int64_t rows, int width,
+        int64_t y_stride, float eps) {
+    forward_warp<20>(x, weight, y, rstd, rows, width, y_stride, eps);
+}
+
+/// A block a row.
 extern "C" __global__ void __launch_bounds__(512) rms_norm_forward_block(const bf16* x, const bf16* weight, bf16* y, float* rstd, int64_t rows, int width,
         int64_t y_stride, float eps) {
-    forward<false>(x, weight, y, rstd, rows, width, y_stride, eps);
+    __shared__ float shared[WARP];
+    const int64_t row = blockIdx.x;
+    const int vectors = width / 8;
+    const Bf16x8* in = reinterpret_cast<const Bf16x8*>(x + row * width);
+    const Bf16x8* w = reinterpret_cast<const Bf16x8*>(weight);
+    Bf16x8* out = reinterpret_cast<Bf16x8*>(y + row * y_stride);
+    float sum = 0.0f;
+    for (int i = threadIdx.x; i < vectors; i += blockDim.x) sum += sum_of_squares(in[i]);
+    const float r = rsqrtf(block_sum(sum, shared) / width + eps);
+    if (threadIdx.x == 0) rstd[row] = r;
+    for (int i = threadIdx.x; i < vectors; i += blockDim.x) out[i] = normalized(in[i], w[i], r);
 }
 
 extern "C" __global__ void __launch_bounds__(256) rms_norm_backward_warp(const bf16* dy, const bf16* x, const bf16* weight, const float* rstd, bf16* dx, int64_t rows,

@@ -1,19 +1,23 @@
-//! Rotary embedding in place: CUDA form of src/ops/rope.rs. A warp a head.
+//! Rotary embedding in place: CUDA form of src/ops/rope.rs. A warp a row and some of its heads.
 
 #include "rope.cuh"
 
 using namespace tandem;
 
-/// x [rows, heads·2·half] with `row_stride` values between rows; cos and sin [positions, half]. `half` is even.
-extern "C" __global__ void __launch_bounds__(256) rope(bf16* x, const float* cos, const float* sin, const int* positions, int64_t rows,
-                                                       int heads, int half, int64_t row_stride, float sign) {
-    const int64_t i = int64_t(blockIdx.x) * (blockDim.x / WARP) + threadIdx.x / WARP;
-    const int64_t row = i / heads;
-    if (row >= rows) return;
-    bf16* at = x + row * row_stride + (i - row * heads) * 2 * half;
-    const int64_t angle = int64_t(positions[row]) * half;
-    Head head;
-    load_head(head, at, half);
-    rotate(head, cos + angle, sin + angle, half, sign);
-    store_head(at, head, half);
+/// x [rows, heads·2·half] with `row_stride` values between rows; cos and sin [positions, half].
+extern "C" __global__ void __launch_bounds__(32 * ROWS_A_BLOCK) rope(bf16* x, const float* cos, const float* sin, const int* positions, int64_t rows,
+                                                                     int heads, int half, int64_t row_stride, float sign) {
+    const HeadLanes lanes(half);
+    if (lanes.row >= rows) return;
+    bf16* const row = x + lanes.row * row_stride;
+    PackedPairs packed[HEADS_A_LANE];
+#pragma unroll
+    for (int i = 0; i < HEADS_A_LANE; ++i) packed[i] = lanes.load(row + lanes.head(i) * 2 * half, half, lanes.head(i) < heads);
+    const Angles angles(lanes, cos, sin, positions[lanes.row], half);
+#pragma unroll
+    for (int i = 0; i < HEADS_A_LANE; ++i) {
+        Pairs pairs = packed[i].unpack();
+        rotate(pairs, angles, sign);
+        lanes.store(row + lanes.head(i) * 2 * half, half, pairs, lanes.head(i) < heads);
+    }
 }

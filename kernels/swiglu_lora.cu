@@ -4,6 +4,7 @@
 //! gate and up were, and keeps the tiles of all three in shared memory for the six small products on tensor cores. Products over rows (dA, dB) stay
 //! in registers to the end; those over columns (z, dz) leave a partial sum for every tile. A second kernel adds the partial sums in their order.
 
+#include "adapter.cuh"
 #include "swiglu.cuh"
 
 using namespace tandem;
@@ -16,7 +17,7 @@ struct SwigluLoraParams {
     const bf16* z;
     const bf16* a_down;
     const bf16* b;
-    /// f32 [column blocks, rows, 3·R]: z of the down projection, dz of gate, dz of up.
+    /// f32 [column blocks, 3, rows, R]: z of the down projection, dz of gate, dz of up.
     float* row_partials;
     /// f32 [row blocks, 3, inner·R]: dA of the down projection [R, inner], dB of gate [inner, R], dB of up [inner, R].
     float* column_partials;
@@ -37,14 +38,6 @@ namespace {
 
 constexpr int THREADS = 256, WARPS = THREADS / WARP, TT = 32;
 
-/// Row and column (in eights of values) that a lane names for ldmatrix over a 16×16 piece. `lines_first`: the second of the four 8×8 matrices
-/// lies below the first, not beside it.
-__device__ __forceinline__ int piece(int pitch, bool lines_first) {
-    const int lane = threadIdx.x % WARP, j = lane / 8;
-    const int line = (lines_first ? j % 2 : j / 2) * 8 + lane % 8, column = (lines_first ? j / 2 : j % 2) * 8;
-    return line * pitch + column;
-}
-
 template <int R, int TI>
 __device__ __forceinline__ void backward(const SwigluLoraParams& p) {
     // Rows of odd multiples of 16 bytes: eight that ldmatrix reads together lie in different banks.
@@ -59,7 +52,7 @@ __device__ __forceinline__ void backward(const SwigluLoraParams& p) {
 
     const int first_column = blockIdx.x * TI, first_row = blockIdx.y * p.rows_per_block;
     const int last_row = min(first_row + p.rows_per_block, p.rows);
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int warp = threadIdx.x / WARP;
 
     // A of the down projection, and B of gate and up transposed: [R, TI] each, zeros where there is none.
     for (int i = threadIdx.x; i < R * TI; i += THREADS) {
@@ -132,53 +125,16 @@ __device__ __forceinline__ void backward(const SwigluLoraParams& p) {
         }
         __syncthreads();
 
-        // Over the rows: [TI, TT] · [TT, R], each warp its own columns. Both operands lie with the sums across their lines.
+        // Over the rows, each warp its own columns; then over the columns, a warp for each product and sixteen rows.
 #pragma unroll
-        for (int which = 0; which < 3; ++which) {
-#pragma unroll
-            for (int step = 0; step < TT / 16; ++step) {
-                uint32_t b[NT / 2][4];
-#pragma unroll
-                for (int n = 0; n < NT / 2; ++n)
-                    ldmatrix_x4_trans(b[n], &zs[which][step * 16 * Z_PITCH + n * 16 + piece(Z_PITCH, true)]);
-#pragma unroll
-                for (int m = 0; m < MT; ++m) {
-                    uint32_t a[4];
-                    ldmatrix_x4_trans(
-                        a, &tiles[which][step * 16 * PITCH + warp * WARP_COLUMNS + m * 16 + piece(PITCH, false)]);
-#pragma unroll
-                    for (int n = 0; n < NT / 2; ++n) {
-                        mma_16816(sums[which][m][2 * n], a, b[n][0], b[n][1]);
-                        mma_16816(sums[which][m][2 * n + 1], a, b[n][2], b[n][3]);
-                    }
-                }
-            }
-        }
-        // Over the columns: [TT, TI] · [TI, R], a warp for each product and sixteen rows.
+        for (int which = 0; which < 3; ++which)
+            add_over_rows<TT, PITCH, Z_PITCH>(sums[which], &tiles[which][warp * WARP_COLUMNS], zs[which]);
         if (warp < 3 * TT / 16) {
             const int which = warp % 3, first = warp / 3 * 16;
             float sum[NT][4] = {};
-#pragma unroll 4
-            for (int step = 0; step < TI / 16; ++step) {
-                uint32_t a[4];
-                ldmatrix_x4(a, &tiles[which][first * PITCH + step * 16 + piece(PITCH, true)]);
-#pragma unroll
-                for (int n = 0; n < NT / 2; ++n) {
-                    uint32_t b[4];
-                    ldmatrix_x4(b, &weights[which][n * 16 * PITCH + step * 16 + piece(PITCH, false)]);
-                    mma_16816(sum[2 * n], a, b[0], b[1]);
-                    mma_16816(sum[2 * n + 1], a, b[2], b[3]);
-                }
-            }
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int t = row + first + half * 8 + lane / 4;
-                if (t >= last_row) continue;
-                float* to = p.row_partials + ((int64_t(blockIdx.x) * p.rows + t) * 3 + which) * R;
-#pragma unroll
-                for (int n = 0; n < NT; ++n)
-                    *reinterpret_cast<float2*>(to + n * 8 + lane % 4 * 2) = make_float2(sum[n][half * 2], sum[n][half * 2 + 1]);
-            }
+            add_over_columns<TI, PITCH>(sum, &tiles[which][first * PITCH], weights[which]);
+            float* to = p.row_partials + (int64_t(blockIdx.x) * 3 + which) * p.rows * R;
+            store_row_sums<R>(to, sum, row + first, last_row);
         }
         __syncthreads();
     }
@@ -186,20 +142,7 @@ __device__ __forceinline__ void backward(const SwigluLoraParams& p) {
 #pragma unroll
     for (int which = 0; which < 3; ++which) {
         float* to = p.column_partials + (int64_t(blockIdx.y) * 3 + which) * p.inner * R;
-#pragma unroll
-        for (int m = 0; m < MT; ++m)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int column = first_column + warp * WARP_COLUMNS + m * 16 + half * 8 + lane / 4;
-                if (column >= p.inner) continue;
-#pragma unroll
-                for (int n = 0; n < NT; ++n)
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) {
-                        const int r = n * 8 + lane % 4 * 2 + i;
-                        to[which == 0 ? int64_t(r) * p.inner + column : int64_t(column) * R + r] = sums[which][m][n][half * 2 + i];
-                    }
-            }
+        store_column_sums<R>(to, sums[which], first_column + warp * WARP_COLUMNS, p.inner, p.inner, which == 0);
     }
 }
 
@@ -208,7 +151,7 @@ template <int R>
 __device__ __forceinline__ void finish(const SwigluLoraParams& p) {
     const uint32_t i = blockIdx.x * blockDim.x + threadIdx.x, of_rows = p.rows * 3 * R, of_columns = 3 * p.inner * R;
     if (i < of_rows) {
-        const uint32_t row = i / (3 * R), which = i / R % 3, n = i % R;
+        const uint32_t which = i / (p.rows * R), row = i / R % p.rows, n = i % R;
         if (n >= p.r) return;
         float sum = 0.0f;
         for (int block = 0; block < p.column_blocks; ++block) sum += p.row_partials[int64_t(block) * of_rows + i];

@@ -335,6 +335,15 @@ impl Grads {
         self.own[id.0].as_mut()
     }
 
+    /// As [`Self::get_mut`] for several parameters, in their order; those that have no tensor of their own are left out.
+    pub fn several_mut(&mut self, ids: &[ParamId]) -> Vec<&mut Tensor> {
+        let place = |i: usize| ids.iter().position(|id| id.0 == i);
+        let mut found: Vec<(usize, &mut Tensor)> =
+            self.own.iter_mut().enumerate().filter_map(|(i, own)| place(i).zip(own.as_mut())).collect();
+        found.sort_by_key(|(place, _)| *place);
+        found.into_iter().map(|(_, own)| own).collect()
+    }
+
     /// As [`Self::get_mut`] for two parameters and [`Self::stacked_mut`] at once; `None` unless all three are there.
     pub fn pair_and_stack_mut(
         &mut self,

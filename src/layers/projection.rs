@@ -16,7 +16,7 @@
 
 use super::Context;
 use super::parameter::{Grads, MatrixId, ParamId};
-use crate::ops::{dropout, elementwise, matmul};
+use crate::ops::{adapter, dropout, elementwise, matmul};
 use crate::tensor::{Device, MemoryCategory, Tensor, View, ViewMut};
 
 /// A low-rank adapter.
@@ -174,10 +174,21 @@ impl Projection {
                 elementwise::sum_rows(ctx.device, dy, dbias);
             }
         }
-        if let Some(z) = z {
-            self.b_gradients(ctx, grads, z, dy);
+        match (z, self.rank_of_adapters_alone(ctx)) {
+            (Some(z), Some(_)) => {
+                let adapters = self.linears.iter().filter_map(|linear| linear.lora);
+                let (ids, scale): (Vec<ParamId>, f32) = (adapters.map(|lora| lora.b).collect(), self.scale());
+                let widths: Vec<usize> = self.linears.iter().map(|linear| linear.out_features).collect();
+                let db = &mut grads.several_mut(&ids);
+                adapter::b_gradients_and_dz(ctx.device, scale, dy, &widths, z, self.b(ctx), db);
+            }
+            (z, _) => {
+                if let Some(z) = z {
+                    self.b_gradients(ctx, grads, z, dy);
+                }
+                self.fill_dz(ctx, dy);
+            }
         }
-        self.fill_dz(ctx, dy);
         self.a_gradients(ctx, grads, x, dy);
         if let Some(dx) = dx {
             self.input_gradient(ctx, dy, dx);
@@ -191,7 +202,7 @@ impl Projection {
                 && let Some(db) = grads.get_mut(lora.b)
             {
                 let dy = dy.view().columns(linear.first, linear.out_features);
-                matmul::tn(ctx.device, 1.0, dy, z.columns(lora.first, lora.r), 1.0, db);
+                adapter::b_gradient(ctx.device, dy, z.columns(lora.first, lora.r), db);
             }
         }
     }
@@ -270,7 +281,7 @@ impl Projection {
             }
         }
         if at_once {
-            matmul::tn(ctx.device, 1.0, dz.columns(0, da.rows()), x, 1.0, da);
+            adapter::a_gradient(ctx.device, dz.columns(0, da.rows()), x, da);
         }
     }
 

@@ -54,7 +54,10 @@ pub fn forward_backward_in_place(
             let (targets, losses) = (targets.pointer() + offset, losses.pointer() + offset);
             let weight = weight.unwrap_or(0.0);
             let args = kernel_args![logits.pointer(), targets, losses, vocab as i32, stride as i64, weight];
-            gpu.launch("cross_entropy", Launch::new(rows, 1024), args);
+            // More than half of the shared memory, which the kernel does not use: one block a multiprocessor.
+            let shared_bytes = gpu.facts().max_shared_bytes / 2 + 1024;
+            gpu.allow_shared_bytes("cross_entropy", shared_bytes);
+            gpu.launch("cross_entropy", Launch { shared_bytes, ..Launch::new(rows, 1024) }, args);
         }
     }
 }

@@ -6,7 +6,7 @@
 use rayon::prelude::*;
 
 use super::rms_norm::{gradient, normalize, rstd, weight_gradient};
-use super::rope::{HEADS_PER_BLOCK, RopeTable};
+use super::rope::{RopeTable, head_launch};
 use super::{MIN_ROWS_PER_TASK, elementwise};
 use crate::kernel_args;
 use crate::tensor::cuda::Launch;
@@ -121,7 +121,7 @@ pub fn backward_in_place<'x, 'd>(
     }
 }
 
-/// Queues [`forward`] or [`backward_in_place`] on the GPU, a warp a head: reads `x` and writes `y`, which the backward pass reads too.
+/// Queues [`forward`] or [`backward_in_place`] on the GPU: reads `x` and writes `y`, which the backward pass reads too.
 fn launch(
     gpu: &Gpu,
     kernel: &str,
@@ -148,8 +148,7 @@ fn launch(
         y.stride() as i64,
         norm.eps
     ];
-    let blocks = (x.rows() * norm.all_heads()).div_ceil(HEADS_PER_BLOCK);
-    gpu.launch(kernel, Launch::new(blocks, 256), args);
+    gpu.launch(kernel, head_launch(x.rows(), norm.all_heads(), table.half()), args);
 }
 
 /// Adds to `dweight` [d] the gradient of the weight of `heads`, from `x` and `dy` [T, (Hq + Hkv)·d] before [`backward_in_place`].

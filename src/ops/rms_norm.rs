@@ -35,7 +35,7 @@ pub fn forward<'y>(
         }
         Device::Cuda(gpu) => {
             let rows = x.rows() as i64;
-            let (kernel, launch) = layout(rows, width, "rms_norm_forward_warp", "rms_norm_forward_block");
+            let (kernel, launch) = forward_layout(rows, width);
             let (x, weight, y_stride) = (x.pointer(), weight.pointer(), y.stride() as i64);
             let args = kernel_args![x, weight, y.pointer(), rstd.pointer(), rows, width as i32, y_stride, eps];
             gpu.launch(kernel, launch, args);
@@ -117,7 +117,7 @@ pub fn backward<'d>(
                 gpu.launch("rms_norm_weight_partials", grid, args);
                 elementwise::add_partials(gpu, &partials, dweight);
             }
-            let (kernel, launch) = layout(rows, width, "rms_norm_backward_warp", "rms_norm_backward_block");
+            let (kernel, launch) = backward_layout(rows, width);
             let (dy, x, weight, rstd) = (dy.pointer(), x.pointer(), weight.pointer(), rstd.pointer());
             let (dx_stride, accumulate) = (dx.stride() as i64, i32::from(accumulate));
             let args = kernel_args![dy, x, weight, rstd, dx.pointer(), rows, width as i32, dx_stride, accumulate];
@@ -126,12 +126,26 @@ pub fn backward<'d>(
     }
 }
 
-/// A warp a row up to 1,024 values, a block a row beyond.
-fn layout(rows: i64, width: usize, warp: &'static str, block: &'static str) -> (&'static str, Launch) {
+/// The forward kernel for rows of `width` values and its grid: a warp keeps a row in its registers up to 5,120 values, 256 to a vector of each lane;
+/// beyond that a block has a row.
+fn forward_layout(rows: i64, width: usize) -> (&'static str, Launch) {
+    let kernel = match width {
+        0..=1024 => "rms_norm_forward_1024",
+        1025..=2048 => "rms_norm_forward_2048",
+        2049..=4096 => "rms_norm_forward_4096",
+        4097..=5120 => "rms_norm_forward_5120",
+        _ => return ("rms_norm_forward_block", Launch::new(rows as usize, 512)),
+    };
+    (kernel, Launch::new((rows as usize).div_ceil(8), 256))
+}
+
+/// As [`forward_layout`] for the backward pass: a warp a row up to 1,024 values, a block a row beyond.
+fn backward_layout(rows: i64, width: usize) -> (&'static str, Launch) {
     if width <= 1024 {
-        (warp, Launch::new((rows as usize).div_ceil(8), 256))
+        ("rms_norm_backward_warp", Launch::new((rows as usize).div_ceil(8), 256))
     } else {
-        (block, Launch::new(rows as usize, (width / 8).next_multiple_of(32).min(512) as u32))
+        let threads = (width / 8).next_multiple_of(32).min(512);
+        ("rms_norm_backward_block", Launch::new(rows as usize, threads as u32))
     }
 }
 

@@ -58,8 +58,17 @@ impl RopeTable {
     }
 }
 
-/// Heads that a block of the GPU's kernels turns: a warp each.
-pub(super) const HEADS_PER_BLOCK: usize = 8;
+/// Rows of a block of the GPU's kernels, a warp each, and heads of a row that a lane has; the kernels have the same numbers.
+const ROWS_A_BLOCK: usize = 8;
+const HEADS_A_LANE: usize = 4;
+
+/// Grid of the GPU's kernels over `rows` rows of `heads` heads of 2·`half` values, as `kernels/rope.cuh` reads it: a lane has four pairs of a head.
+pub(super) fn head_launch(rows: usize, heads: usize, half: usize) -> Launch {
+    assert!(half.is_multiple_of(4) && half <= 128, "heads of {} values on a GPU", 2 * half);
+    let heads_a_warp = 32 / (half / 4).next_power_of_two() * HEADS_A_LANE;
+    let grid = [rows.div_ceil(ROWS_A_BLOCK) as u32, heads.div_ceil(heads_a_warp) as u32, 1];
+    Launch { grid, ..Launch::new(1, 32 * ROWS_A_BLOCK as u32) }
+}
 
 /// Turns `x` [T, heads·d] in place by the angles of `position_ids` [T].
 pub fn forward<'x>(device: &Device, x: impl Into<ViewMut<'x>>, table: &RopeTable, position_ids: &Indices) {
@@ -97,7 +106,7 @@ fn rotate(device: &Device, mut x: ViewMut<'_>, table: &RopeTable, position_ids: 
                 stride as i64,
                 sign
             ];
-            gpu.launch("rope", Launch::new((x.rows() * heads).div_ceil(HEADS_PER_BLOCK), 256), args);
+            gpu.launch("rope", head_launch(x.rows(), heads, half), args);
         }
     }
 }
@@ -105,6 +114,17 @@ fn rotate(device: &Device, mut x: ViewMut<'_>, table: &RopeTable, position_ids: 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn grids_cover_all_heads() {
+        let source = include_str!("../../kernels/rope.cuh");
+        assert!(source.contains(&format!("ROWS_A_BLOCK = {ROWS_A_BLOCK};")));
+        assert!(source.contains(&format!("HEADS_A_LANE = {HEADS_A_LANE};")));
+        assert_eq!(head_launch(17, 40, 64).grid, [3, 5, 1], "two heads of 128 beside each other");
+        assert_eq!(head_launch(1, 40, 32).grid, [1, 3, 1]);
+        assert_eq!(head_launch(8, 3, 128).grid, [1, 1, 1]);
+        assert_eq!(head_launch(8, 33, 20).grid, [1, 3, 1], "five lanes take the place of eight");
+    }
     use crate::ops::testing::{Values, assert_close, cpu};
 
     #[test]

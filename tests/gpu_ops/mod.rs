@@ -14,7 +14,7 @@ use tandem::ops::multi_tensor::{Member, MultiTensor};
 use tandem::ops::qk_norm::{self, Heads, QkNorm};
 use tandem::ops::rope::{self, RopeTable};
 use tandem::ops::swiglu_lora::{self, Adapters, Gradients};
-use tandem::ops::{adamw, elementwise, embedding, matmul, norm, rms_norm, swiglu};
+use tandem::ops::{adamw, adapter, elementwise, embedding, matmul, norm, rms_norm, swiglu};
 use tandem::tensor::{Device, MemoryCategory, Precision, Tensor, View};
 
 use super::golden_family::error;
@@ -137,7 +137,8 @@ fn products_of_matrices_inside_tensors() {
 #[test]
 fn norms() {
     let Some(mut b) = Bench::new() else { return };
-    for (rows, width) in [(1, 8), (7, 64), (130, 576), (33, 1024), (5, 2048), (3, 4096), (9, 5120)] {
+    let widths = [(1, 8), (7, 64), (130, 576), (33, 1024), (8, 1032), (5, 2048), (3, 4096), (9, 5120), (10, 5128)];
+    for (rows, width) in widths {
         let (x, w, dy, before) =
             (b.values(rows * width), b.values(width), b.values(rows * width), b.values(rows * width));
         b.compare(&format!("rms_norm {rows}×{width}"), 3.0, |d| {
@@ -158,7 +159,17 @@ fn norms() {
 #[test]
 fn norms_of_heads() {
     let Some(mut b) = Bench::new() else { return };
-    for (rows, heads, kv_heads, head_dim) in [(1, 1, 1, 8), (70, 3, 1, 64), (129, 4, 2, 128), (33, 2, 2, 40)] {
+    let cases = [
+        (1, 1, 1, 8),
+        (70, 3, 1, 64),
+        (129, 4, 2, 128),
+        (33, 2, 2, 40),
+        (9, 5, 1, 256),
+        (130, 32, 8, 128),
+        (65, 32, 8, 64),
+        (7, 3, 2, 96),
+    ];
+    for (rows, heads, kv_heads, head_dim) in cases {
         let width = (heads + kv_heads) * head_dim;
         let (x, dy) = (b.values(rows * (width + 24)), b.values(rows * (width + 8)));
         let (q, k) = (b.values(head_dim), b.values(head_dim));
@@ -258,6 +269,51 @@ fn swiglu_with_the_adapters_around_it() {
                 swiglu_lora::backward(d, &adapters, &d_act, &mut gate_up, &mut z_down, gradients);
             }
             vec![gate_up, z_down, da, db_gate, db_up]
+        });
+    }
+}
+
+#[test]
+fn gradients_of_adapters() {
+    let Some(mut b) = Bench::new() else { return };
+    // Rows, widths of the layers, rank; the widths of one layer are those of A's input as well.
+    let cases: [(usize, &[usize], usize); 6] = [
+        (1, &[8], 8),
+        (65, &[264, 136], 16),
+        (200, &[512, 128, 128], 16),
+        (1000, &[1544], 32),
+        (3000, &[520, 8, 24], 24),
+        (70, &[300 * 8], 48),
+    ];
+    for (rows, widths, r) in cases {
+        let (n, all) = (widths.iter().sum::<usize>(), r * widths.len());
+        let (dy, z, weights) = (b.values(rows * n), b.values(rows * all), b.values(n * r));
+        b.compare(&format!("adapter {rows} rows, {widths:?}, r {r}"), 3.0, |d| {
+            let mut gradient = d.zeros(SCRATCH, &[rows, n + all + 8]);
+            gradient.first_columns_mut(n).set(&dy);
+            let mut matrix = d.zeros(SCRATCH, &[n, 8 + all]);
+            let mut first = 0;
+            for (layer, &width) in widths.iter().enumerate() {
+                let mut block = matrix.view_mut().row_range(first, width).columns(8 + layer * r, r);
+                block.set(&weights[first * r..(first + width) * r]);
+                first += width;
+            }
+            let z = tensor(d, &[rows, all], &z);
+            let mut db: Vec<Tensor> = widths.iter().map(|&width| d.zeros_f32(SCRATCH, &[width, r])).collect();
+            for _ in 0..2 {
+                // Twice, so that gradients accumulate.
+                let db = &mut db.iter_mut().collect::<Vec<_>>();
+                let weights = matrix.view().columns(8, all);
+                adapter::b_gradients_and_dz(d, 0.5, &mut gradient, widths, z.view(), weights, db);
+            }
+            let dz = gradient.view().columns(n, all);
+            let mut da = d.zeros_f32(SCRATCH, &[all, n]);
+            adapter::a_gradient(d, dz, gradient.first_columns(n), &mut da);
+            adapter::a_gradient(d, dz, gradient.first_columns(n), &mut da);
+            let mut alone = d.zeros_f32(SCRATCH, &[n, all]);
+            adapter::b_gradient(d, gradient.first_columns(n), z.view(), &mut alone);
+            db.extend([gradient, da, alone]);
+            db
         });
     }
 }

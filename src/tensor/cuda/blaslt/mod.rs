@@ -25,8 +25,9 @@ use plan::Product;
 
 /// Scratch that the library may use, in bytes: what NVIDIA recommends for Hopper, and enough for older cards.
 const WORKSPACE_BYTES: usize = 32 << 20;
-/// Products of at least this many floating-point operations are timed: below it the choice matters less than a launch.
-const MIN_TIMED_FLOP: f64 = 1e9;
+/// Products of at least this many floating-point operations are timed: below it the choice matters less than a launch. The thin products of adapters
+/// are among those that the library guesses worst.
+const MIN_TIMED_FLOP: f64 = 1e8;
 /// Alignment of whole tensors, and what the library assumes of addresses unless it is told less, in bytes.
 const ALIGNMENT: u64 = 256;
 
@@ -356,8 +357,8 @@ mod tests {
     #[test]
     fn small_products_are_not_timed() {
         let timed = |m, n, k| Case { shape: Shape { m, n, k, ..SHAPE }, alignment: 256 }.is_timed();
-        assert!(timed(8192, 4096, 4096) && timed(1000, 1000, 500));
-        assert!(!timed(1000, 1000, 499) && !timed(1, 4096, 4096) && !timed(8192, 16, 2048));
+        assert!(timed(8192, 4096, 4096) && timed(1000, 1000, 50) && timed(8192, 16, 2048));
+        assert!(!timed(1000, 1000, 49) && !timed(1, 4096, 4096));
     }
 
     #[test]
