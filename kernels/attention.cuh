@@ -47,8 +47,8 @@ struct BackwardParams {
     bf16* dk;
     bf16* dv;
     const float* sinks;      // [Hq] or null
-    float* sink_partials;    // [query tiles, Hq], unused when `sinks` is null
-    float* d_sinks;          // [Hq], unused when `sinks` is null
+    float* sink_partials;    // [query tiles, Hq] scratch, unused when `d_sinks` is null
+    float* d_sinks;          // [Hq], added to by the sinks' kernel; null when no such gradient is wanted
     const Tile* query_tiles;
     const int* num_query_tiles;
     const Tile* key_tiles;

@@ -157,7 +157,7 @@ __device__ __forceinline__ void attention_backward_query(const BackwardParams& p
         start_stream();
     }
 
-    if (p.sinks != nullptr) {
+    if (p.d_sinks != nullptr) {
         // dsink = −Σ exp(sink − lse)·D: this tile's part, rows, then warps added in a fixed order.
         float part = 0.0f;
         for (int r = lane; r < ROWS && row + r < tile.end; r += WARP) {
@@ -387,7 +387,7 @@ __device__ __forceinline__ void attention_backward_key(const BackwardParams& p) 
     store_rows<HD, MT>(p.dv + kv_offset, p.dv_stride, row, tile.end, d, dv, factor);
 }
 
-/// dsink of one head (a block): minus the sum of its tiles' parts, always in the same order.
+/// Adds dsink of one head (a block): minus the sum of its tiles' parts, always in the same order.
 __device__ __forceinline__ void attention_backward_sinks(const BackwardParams& p) {
     __shared__ float sums[WARP];
     const int head = blockIdx.x, tiles = *p.num_query_tiles;
@@ -395,7 +395,7 @@ __device__ __forceinline__ void attention_backward_sinks(const BackwardParams& p
     for (int tile = threadIdx.x; tile < tiles; tile += blockDim.x)
         sum += p.sink_partials[static_cast<int64_t>(tile) * p.num_heads + head];
     sum = block_sum(sum, sums);
-    if (threadIdx.x == 0) p.d_sinks[head] = -sum;
+    if (threadIdx.x == 0) p.d_sinks[head] -= sum;
 }
 
 }  // namespace tandem

@@ -34,9 +34,10 @@ __device__ __forceinline__ void store(bf16* to, const float (&from)[MAX_PER_LANE
 
 }  // namespace
 
-/// bounds [2, T]: first row and one past the last row of each row's document. Grid: (T, heads / warps a block).
+/// bounds [2, T]: first row and one past the last row of each row's document. sinks [heads] or null: one more score of every row, with no
+/// value. Grid: (T, heads / warps a block).
 extern "C" __global__ void __launch_bounds__(128) attention_plain_forward(const bf16* q, const bf16* k, const bf16* v, bf16* o, float* lse,
-                                                                          const int* bounds, int tokens, int heads, int kv_heads, int d,
+                                                                          const float* sinks, const int* bounds, int tokens, int heads, int kv_heads, int d,
                                                                           float scale, int window, int64_t q_stride, int64_t k_stride,
                                                                           int64_t v_stride, int64_t o_stride) {
     const int head = blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP, lane = threadIdx.x % WARP;
@@ -45,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_plain_forward(const 
     const int kv_at = head / (heads / kv_heads) * d;
     float query[MAX_PER_LANE], sum[MAX_PER_LANE] = {}, x[MAX_PER_LANE];
     load(query, q + row * q_stride + head * d, d, lane);
-    float most = -INFINITY, total = 0.0f;
+    float most = sinks ? sinks[head] : -INFINITY, total = sinks ? 1.0f : 0.0f;
     const int first = max(bounds[row], row + 1 - min(window, row + 1));
     for (int key = first; key <= row; ++key) {
         load(x, k + key * k_stride + kv_at, d, lane);
@@ -124,4 +125,21 @@ extern "C" __global__ void __launch_bounds__(128) attention_plain_dkv(const bf16
     }
     store(dk + row * dqkv_stride + kv_at, sum_k, scale, d, lane);
     store(dv + row * dqkv_stride + kv_at, sum_v, 1.0f, d, lane);
+}
+
+/// Adds to d_sinks [heads] what the sinks' scores get: −Σ exp(sink − lse)·D over the rows, each head's in a fixed order. Grid: heads.
+extern "C" __global__ void __launch_bounds__(256) attention_plain_sinks(const bf16* o, const float* lse, const bf16* d_o, const float* sinks,
+                                                                        float* d_sinks, int tokens, int heads, int d, int64_t o_stride,
+                                                                        int64_t do_stride) {
+    __shared__ float shared[WARP];
+    const int head = blockIdx.x, lane = threadIdx.x % WARP;
+    float x[MAX_PER_LANE], y[MAX_PER_LANE], sum = 0.0f;
+    for (int row = threadIdx.x / WARP; row < tokens; row += blockDim.x / WARP) {
+        load(x, d_o + row * do_stride + head * d, d, lane);
+        load(y, o + row * o_stride + head * d, d, lane);
+        const float part = __expf(sinks[head] - lse[int64_t(row) * heads + head]) * dot(x, y);
+        if (lane == 0) sum += part;
+    }
+    sum = block_sum(sum, shared);
+    if (threadIdx.x == 0) d_sinks[head] -= sum;
 }

@@ -162,17 +162,17 @@ fn attention_rows(device: &Device, sizes: &Sizes) -> Result<Vec<OpRow>> {
         let shape = AttentionShape { num_heads: 32, num_kv_heads: 8, head_dim, scale };
         let cu_seqlens: Vec<i32> = (0..=tokens / document).map(|i| (i * document) as i32).collect();
         let tiles = TileList::on_device(device, &cu_seqlens, None);
-        let (q_width, kv_width) = (shape.q_width(), shape.kv_width());
         let qkv = random(device, &[tokens, shape.qkv_width()]);
-        let part = |from, width| qkv.view().columns(from, width);
-        let (q, k) = (part(0, q_width), part(q_width, kv_width));
-        let operands = Qkv { q, k, v: part(q_width + kv_width, kv_width) };
-        let mut o = device.empty(SCRATCH, &[tokens, q_width]);
+        let operands = Qkv::of(&shape, qkv.view(), None);
+        let mut o = device.empty(SCRATCH, &[tokens, shape.q_width()]);
         let mut lse = device.empty_f32(SCRATCH, &[tokens, shape.num_heads]);
-        let forward = time(device, calls, || attention::forward(device, &shape, &tiles, operands, &mut o, &mut lse))?;
-        let (d_o, mut dqkv) = (random(device, &[tokens, q_width]), device.empty(SCRATCH, &[tokens, shape.qkv_width()]));
-        let saved = Saved { qkv: operands, o: o.view(), softmax_lse: &lse };
-        let backward = time(device, calls, || attention::backward(device, &shape, &tiles, &saved, &d_o, &mut dqkv))?;
+        let forward =
+            time(device, calls, || attention::forward(device, &shape, &tiles, operands, None, &mut o, &mut lse))?;
+        let (d_o, mut dqkv) =
+            (random(device, &[tokens, shape.q_width()]), device.empty(SCRATCH, &[tokens, shape.qkv_width()]));
+        let saved = Saved { qkv: operands, sinks: None, o: o.view(), softmax_lse: &lse };
+        let backward =
+            time(device, calls, || attention::backward(device, &shape, &tiles, &saved, &d_o, &mut dqkv, None))?;
         // Two products forward and five backward over the pairs that are seen.
         let pairs = tokens as f64 * (document as f64 + 1.0) / 2.0 * shape.num_heads as f64 * head_dim as f64;
         for (name, ms, products) in [("forward", forward, 2.0), ("backward", backward, 5.0)] {

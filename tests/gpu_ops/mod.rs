@@ -289,10 +289,10 @@ fn cross_entropy_with_odd_vocabularies() {
 fn attention_over_ragged_documents() {
     let Some(mut b) = Bench::new() else { return };
     let ragged: Vec<i32> = vec![0, 1, 2, 39, 104, 105, 361, 400];
-    let ones: Vec<i32> = (0..=300).collect();
+    let ones: Vec<i32> = (0..=8000).collect();
     /// cu_seqlens, heads, head_dim, window.
     type Case<'a> = (&'a [i32], (usize, usize), usize, Option<usize>);
-    let cases: [Case; 8] = [
+    let cases: [Case; 10] = [
         (&ragged, (4, 2), 16, None),
         (&ragged, (4, 1), 64, None),
         (&ragged, (8, 2), 128, Some(64)),
@@ -300,47 +300,73 @@ fn attention_over_ragged_documents() {
         (&ragged, (9, 3), 64, Some(2)),
         (&ragged, (2, 2), 40, Some(5)),
         (&ragged, (6, 2), 72, Some(128)),
+        // Thousands of documents of one token, and one document as long as a model reads.
         (&ones, (4, 2), 64, None),
+        (&[0, 32_768], (1, 1), 64, None),
         (&[0, 700], (4, 2), 128, None),
+        // All query heads share one key head.
+        (&[0, 300, 1000], (8, 1), 128, None),
     ];
     for (cu_seqlens, (heads, kv_heads), head_dim, window) in cases {
-        let tokens = *cu_seqlens.last().unwrap() as usize;
-        let (q_width, kv_width) = (heads * head_dim, kv_heads * head_dim);
-        let (q, d_o) = (b.values(tokens * q_width), b.values(tokens * q_width));
-        let (k, v) = (b.values(tokens * kv_width), b.values(tokens * kv_width));
-        let scale = (head_dim as f32).powf(-0.5);
-        let shape = AttentionShape { num_heads: heads, num_kv_heads: kv_heads, head_dim, scale };
-        b.compare(
-            &format!("attention {heads}/{kv_heads} heads of {head_dim}, window {window:?}, {tokens} tokens"),
-            3.0,
-            |d| {
-                let tiles = TileList::on_device(d, cu_seqlens, window);
-                let d_o = tensor(d, &[tokens, q_width], &d_o);
-                // Beside each other, as the projections write them, with room behind them.
-                let width = shape.qkv_width();
-                let mut qkv = d.zeros(SCRATCH, &[tokens, width + 16]);
-                qkv.first_columns_mut(q_width).set(&q);
-                qkv.view_mut().columns(q_width, kv_width).set(&k);
-                qkv.view_mut().columns(q_width + kv_width, kv_width).set(&v);
-                let part = |from, width| qkv.view().columns(from, width);
-                let (q, k) = (part(0, q_width), part(q_width, kv_width));
-                let operands = Qkv { q, k, v: part(q_width + kv_width, kv_width) };
-                let mut o = d.zeros(SCRATCH, &[tokens, q_width + 8]);
-                let mut softmax_lse = d.empty_f32(SCRATCH, &[tokens, heads]);
-                attention::forward(d, &shape, &tiles, operands, o.first_columns_mut(q_width), &mut softmax_lse);
-                let mut dqkv = d.zeros(SCRATCH, &[tokens, width + 8]);
-                let saved = Saved { qkv: operands, o: o.first_columns(q_width), softmax_lse: &softmax_lse };
-                attention::backward(d, &shape, &tiles, &saved, &d_o, dqkv.first_columns_mut(width));
-                let parts = [(0, q_width), (q_width, kv_width), (q_width + kv_width, kv_width)];
-                let parts = parts.map(|(from, width)| {
-                    let mut part = d.empty(SCRATCH, &[tokens, width]);
-                    elementwise::copy(d, dqkv.view().columns(from, width), &mut part);
-                    part
-                });
-                [o, softmax_lse].into_iter().chain(parts).collect()
-            },
-        );
+        let shape = attention_shape(heads, kv_heads, head_dim);
+        compare_attention(&mut b, &shape, cu_seqlens, window, false);
     }
+}
+
+#[test]
+fn attention_with_sinks() {
+    let Some(mut b) = Bench::new() else { return };
+    let ragged: Vec<i32> = vec![0, 1, 2, 39, 104, 105, 361, 400];
+    // Every kind of tile (one head, two and four of a group) and, last, a head size that the plain kernels take.
+    for ((heads, kv_heads), head_dim, window) in [
+        ((8, 2), 64, Some(128)),
+        ((9, 3), 64, None),
+        ((4, 2), 128, Some(64)),
+        ((5, 1), 96, None),
+        ((4, 2), 20, Some(7)),
+    ] {
+        compare_attention(&mut b, &attention_shape(heads, kv_heads, head_dim), &ragged, window, true);
+    }
+}
+
+fn attention_shape(num_heads: usize, num_kv_heads: usize, head_dim: usize) -> AttentionShape {
+    AttentionShape { num_heads, num_kv_heads, head_dim, scale: (head_dim as f32).powf(-0.5) }
+}
+
+/// Compares o, lse and the gradients of q, k, v and, with `sinks`, theirs.
+fn compare_attention(b: &mut Bench, shape: &AttentionShape, cu_seqlens: &[i32], window: Option<usize>, sinks: bool) {
+    let tokens = *cu_seqlens.last().unwrap() as usize;
+    let AttentionShape { num_heads: heads, num_kv_heads: kv_heads, head_dim, .. } = *shape;
+    let (q_width, width) = (shape.q_width(), shape.qkv_width());
+    let (qkv, d_o, sink_values) = (b.values(tokens * width), b.values(tokens * q_width), b.values(heads));
+    b.compare(
+        &format!("attention {heads}/{kv_heads} heads of {head_dim}, window {window:?}, {tokens} tokens, sinks {sinks}"),
+        3.0,
+        |d| {
+            let tiles = TileList::on_device(d, cu_seqlens, window);
+            let d_o = tensor(d, &[tokens, q_width], &d_o);
+            // Beside each other, as the projections write them, with room behind them.
+            let mut operands = d.zeros(SCRATCH, &[tokens, width + 16]);
+            operands.first_columns_mut(width).set(&qkv);
+            let qkv = Qkv::of(shape, operands.view(), None);
+            let sinks = sinks.then(|| d.tensor_f32(SCRATCH, &[heads], sink_values.clone()));
+            // What was there before stays in the sum.
+            let mut d_sinks = sinks.as_ref().map(|_| d.tensor_f32(SCRATCH, &[heads], sink_values.clone()));
+            let mut o = d.zeros(SCRATCH, &[tokens, q_width + 8]);
+            let mut softmax_lse = d.empty_f32(SCRATCH, &[tokens, heads]);
+            attention::forward(d, shape, &tiles, qkv, sinks.as_ref(), o.first_columns_mut(q_width), &mut softmax_lse);
+            let mut dqkv = d.zeros(SCRATCH, &[tokens, width + 8]);
+            let saved = Saved { qkv, sinks: sinks.as_ref(), o: o.first_columns(q_width), softmax_lse: &softmax_lse };
+            attention::backward(d, shape, &tiles, &saved, &d_o, dqkv.first_columns_mut(width), d_sinks.as_mut());
+            let Qkv { q, k, v } = Qkv::of(shape, dqkv.view(), None);
+            let parts = [q, k, v].map(|gradient| {
+                let mut part = d.empty(SCRATCH, &[tokens, gradient.cols()]);
+                elementwise::copy(d, gradient, &mut part);
+                part
+            });
+            [o, softmax_lse].into_iter().chain(parts).chain(d_sinks).collect()
+        },
+    );
 }
 
 /// Where a working copy of `n` values lies in its matrix.

@@ -41,7 +41,8 @@ pub(super) struct ForwardParams {
 const _: () = assert!(size_of::<ForwardParams>() == 104);
 const _: () = assert!(offset_of!(ForwardParams, q_stride) == 72 && offset_of!(ForwardParams, scale) == 100);
 
-/// Parameters of `attention_backward_*`. The query kernel runs first, then the key kernel, then (with sinks) the kernel that sums them.
+/// Parameters of `attention_backward_*`. The query kernel runs first, then the key kernel, then (with `d_sinks`) the kernel that adds the
+/// sinks' parts.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub(super) struct BackwardParams {
@@ -67,9 +68,9 @@ pub(super) struct BackwardParams {
     pub dv: u64,
     /// f32 [Hq] sink logits, or 0.
     pub sinks: u64,
-    /// f32 [query tiles, Hq] scratch, unused without sinks.
+    /// f32 [query tiles, Hq] scratch, unused without `d_sinks`.
     pub sink_partials: u64,
-    /// f32 [Hq], written by the sinks' kernel, unused without sinks.
+    /// f32 [Hq], added to by the sinks' kernel; 0 when no such gradient is wanted.
     pub d_sinks: u64,
     /// Query tiles of the query kernel's height, longest first.
     pub query_tiles: u64,
