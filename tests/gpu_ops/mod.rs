@@ -309,7 +309,7 @@ fn attention_over_ragged_documents() {
     ];
     for (cu_seqlens, (heads, kv_heads), head_dim, window) in cases {
         let shape = attention_shape(heads, kv_heads, head_dim);
-        compare_attention(&mut b, &shape, cu_seqlens, window, false);
+        compare_attention(&mut b, &shape, cu_seqlens, window, false, TileList::on_device);
     }
 }
 
@@ -325,8 +325,50 @@ fn attention_with_sinks() {
         ((5, 1), 96, None),
         ((4, 2), 20, Some(7)),
     ] {
-        compare_attention(&mut b, &attention_shape(heads, kv_heads, head_dim), &ragged, window, true);
+        let shape = attention_shape(heads, kv_heads, head_dim);
+        compare_attention(&mut b, &shape, &ragged, window, true, TileList::on_device);
+        compare_attention(&mut b, &shape, &ragged, window, true, TileList::masked);
     }
+}
+
+#[test]
+fn attention_by_a_dense_mask() {
+    let Some(mut b) = Bench::new() else { return };
+    let ragged: Vec<i32> = vec![0, 1, 2, 39, 104, 105, 361, 400];
+    /// cu_seqlens, heads, head_dim, window.
+    type Case<'a> = (&'a [i32], (usize, usize), usize, Option<usize>);
+    let cases: [Case; 9] = [
+        (&ragged, (4, 1), 64, None),
+        (&ragged, (9, 3), 64, Some(2)),
+        (&ragged, (2, 2), 40, Some(65)),
+        (&ragged, (8, 2), 128, Some(63)),
+        (&ragged, (5, 1), 96, Some(64)),
+        // A head size that the plain kernels take.
+        (&ragged, (4, 2), 20, Some(7)),
+        // Whole tiles, and one row more.
+        (&[0, 384, 512], (2, 1), 64, None),
+        (&[0, 384, 513], (2, 1), 128, None),
+        (&[0, 1100], (4, 2), 128, Some(128)),
+    ];
+    for (cu_seqlens, (heads, kv_heads), head_dim, window) in cases {
+        let shape = attention_shape(heads, kv_heads, head_dim);
+        compare_attention(&mut b, &shape, cu_seqlens, window, false, TileList::masked);
+    }
+}
+
+#[test]
+fn words_of_the_dense_mask_are_those_of_the_cpu() {
+    let Some(b) = Bench::new() else { return };
+    let ones: Vec<i32> = (0..=300).collect();
+    let documents: [&[i32]; 4] = [&[0, 1], &[0, 1, 1, 2, 39, 104, 105, 361, 400], &ones, &[0, 500, 1024, 1030]];
+    for cu_seqlens in documents {
+        for window in [None, Some(1), Some(2), Some(63), Some(64), Some(65)] {
+            let [cpu, _, gpu] =
+                b.devices.each_ref().map(|device| TileList::masked(device, cu_seqlens, window).mask().unwrap().words());
+            assert_eq!(gpu, cpu, "{cu_seqlens:?}, window {window:?}");
+        }
+    }
+    b.devices[2].check().unwrap();
 }
 
 fn attention_shape(num_heads: usize, num_kv_heads: usize, head_dim: usize) -> AttentionShape {
@@ -334,7 +376,14 @@ fn attention_shape(num_heads: usize, num_kv_heads: usize, head_dim: usize) -> At
 }
 
 /// Compares o, lse and the gradients of q, k, v and, with `sinks`, theirs.
-fn compare_attention(b: &mut Bench, shape: &AttentionShape, cu_seqlens: &[i32], window: Option<usize>, sinks: bool) {
+fn compare_attention(
+    b: &mut Bench,
+    shape: &AttentionShape,
+    cu_seqlens: &[i32],
+    window: Option<usize>,
+    sinks: bool,
+    path: fn(&Device, &[i32], Option<usize>) -> TileList,
+) {
     let tokens = *cu_seqlens.last().unwrap() as usize;
     let AttentionShape { num_heads: heads, num_kv_heads: kv_heads, head_dim, .. } = *shape;
     let (q_width, width) = (shape.q_width(), shape.qkv_width());
@@ -343,7 +392,7 @@ fn compare_attention(b: &mut Bench, shape: &AttentionShape, cu_seqlens: &[i32], 
         &format!("attention {heads}/{kv_heads} heads of {head_dim}, window {window:?}, {tokens} tokens, sinks {sinks}"),
         3.0,
         |d| {
-            let tiles = TileList::on_device(d, cu_seqlens, window);
+            let tiles = path(d, cu_seqlens, window);
             let d_o = tensor(d, &[tokens, q_width], &d_o);
             // Beside each other, as the projections write them, with room behind them.
             let mut operands = d.zeros(SCRATCH, &[tokens, width + 16]);

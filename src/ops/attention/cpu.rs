@@ -120,8 +120,20 @@ fn forward_tile(
     }
 }
 
-/// Sets the scores that `query` must not see to −∞, and returns which it sees; `scores` belong to keys from `k_start` on.
+/// Sets the scores that `query` must not see to −∞, and returns a range around those it sees, empty if there are none; `scores` belong to keys
+/// from `k_start` on.
 fn mask(tiles: &TileList, query: usize, k_start: usize, scores: &mut [f32]) -> Range<usize> {
+    if tiles.mask().is_some() {
+        let mut seen = 0..0;
+        for (i, score) in scores.iter_mut().enumerate() {
+            if tiles.sees(query, k_start + i) {
+                seen = 0..i + 1;
+            } else {
+                *score = f32::NEG_INFINITY;
+            }
+        }
+        return seen;
+    }
     let visible_end = (query + 1).saturating_sub(k_start).min(scores.len());
     let visible_start = (query + 1).saturating_sub(tiles.window).saturating_sub(k_start).min(visible_end);
     scores[visible_end..].fill(f32::NEG_INFINITY);

@@ -1,6 +1,6 @@
 //! Launchers of packed attention on a GPU: the tiled kernels where they take the head size, the plain ones elsewhere.
 
-use super::kernels::{Kernel, KernelSet};
+use super::kernels::{Kernel, KernelSet, Path};
 use super::params::{BackwardParams, ForwardParams};
 use super::work_list::Side;
 use super::{AttentionShape, Qkv, Saved, TileList};
@@ -41,8 +41,14 @@ impl PlainShape {
 }
 
 /// The tiled kernels for this layer, if they take its head size.
-fn tiled(gpu: &Gpu, shape: &AttentionShape) -> Option<KernelSet> {
-    KernelSet::choose(shape.head_dim, shape.group(), gpu.facts().max_shared_bytes)
+fn tiled(gpu: &Gpu, shape: &AttentionShape, tiles: &TileList) -> Option<KernelSet> {
+    let path = if tiles.mask().is_some() { Path::Masked } else { Path::Varlen };
+    KernelSet::choose(path, shape.head_dim, shape.group(), gpu.facts().max_shared_bytes)
+}
+
+/// Address of the dense mask and its words a row; zeros where there is none.
+fn mask(tiles: &TileList) -> (u64, i32) {
+    tiles.mask().map_or((0, 0), |mask| (mask.pointer(), mask.stride() as i32))
 }
 
 /// The greatest grid that `kernel` can need, so that a recorded graph serves any batch of as many rows: blocks past the last tile return.
@@ -64,6 +70,7 @@ fn forward_tiled(
     softmax_lse: &Tensor,
 ) {
     let (query_tiles, num_query_tiles, capacity) = tiles.work_of(Side::Query, set.forward.rows);
+    let (mask, mask_stride) = mask(tiles);
     let params = ForwardParams {
         q: q.pointer(),
         k: k.pointer(),
@@ -74,6 +81,7 @@ fn forward_tiled(
         query_tiles,
         num_query_tiles,
         first_key: tiles.work_pointer(),
+        mask,
         q_stride: q.stride() as i32,
         k_stride: k.stride() as i32,
         v_stride: v.stride() as i32,
@@ -82,6 +90,7 @@ fn forward_tiled(
         num_kv_heads: shape.num_kv_heads as i32,
         head_dim: shape.head_dim as i32,
         scale: shape.scale,
+        mask_stride,
     };
     let launch = tiled_launch(gpu, &set.forward, capacity, shape.num_heads);
     gpu.launch_struct(set.forward.name, launch, &params);
@@ -108,6 +117,7 @@ fn backward_tiled(
     let Qkv { q: dq, k: dk, v: dv } = Qkv::of(shape, dqkv, None);
     let (query_tiles, num_query_tiles, query_room) = tiles.work_of(Side::Query, set.query.rows);
     let (key_tiles, num_key_tiles, key_room) = tiles.work_of(Side::Key, set.key.rows);
+    let (mask, mask_stride) = mask(tiles);
     // (lse, D) in f32 for every head and row.
     let (row_stats, _charge) = scratch(gpu, 2 * shape.num_heads * tiles.total_tokens());
     let partials = d_sinks.as_ref().map(|_| scratch(gpu, query_room * shape.num_heads));
@@ -130,6 +140,7 @@ fn backward_tiled(
         key_tiles,
         num_key_tiles,
         first_key: tiles.work_pointer(),
+        mask,
         q_stride: q.stride() as i32,
         k_stride: k.stride() as i32,
         v_stride: v.stride() as i32,
@@ -143,6 +154,7 @@ fn backward_tiled(
         head_dim: shape.head_dim as i32,
         scale: shape.scale,
         num_tokens: tiles.total_tokens() as i32,
+        mask_stride,
     };
     let launch = tiled_launch(gpu, &set.query, query_room, shape.num_heads);
     gpu.launch_struct(set.query.name, launch, &params);
@@ -162,10 +174,11 @@ pub(super) fn forward(
     o: View<'_>,
     softmax_lse: &Tensor,
 ) {
-    if let Some(set) = tiled(gpu, shape) {
+    if let Some(set) = tiled(gpu, shape, tiles) {
         return forward_tiled(gpu, shape, tiles, &set, qkv, sinks, o, softmax_lse);
     }
     let p = PlainShape::new(shape, tiles);
+    let (mask, mask_stride) = mask(tiles);
     let Qkv { q, k, v } = qkv;
     let args = kernel_args![
         q.pointer(),
@@ -175,6 +188,8 @@ pub(super) fn forward(
         softmax_lse.pointer(),
         sinks.map_or(0, Tensor::pointer),
         tiles.bounds_pointer(),
+        mask,
+        mask_stride,
         p.tokens,
         p.heads,
         p.kv_heads,
@@ -198,10 +213,11 @@ pub(super) fn backward(
     dqkv: View<'_>,
     d_sinks: Option<&mut Tensor>,
 ) {
-    if let Some(set) = tiled(gpu, shape) {
+    if let Some(set) = tiled(gpu, shape, tiles) {
         return backward_tiled(gpu, shape, tiles, &set, saved, d_o, dqkv, d_sinks);
     }
     let p = PlainShape::new(shape, tiles);
+    let (mask, mask_stride) = mask(tiles);
     let Qkv { q, k, v } = saved.qkv;
     let Qkv { q: dq, k: dk, v: dv } = Qkv::of(shape, dqkv, None);
     let args = kernel_args![
@@ -215,6 +231,8 @@ pub(super) fn backward(
         dk.pointer(),
         dv.pointer(),
         tiles.bounds_pointer(),
+        mask,
+        mask_stride,
         p.tokens,
         p.heads,
         p.kv_heads,

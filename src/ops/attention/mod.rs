@@ -1,4 +1,6 @@
-//! Causal attention over packed documents (the `varlen` path): no T×T matrix, no key of another document.
+//! Causal attention over packed documents, on two paths that give the same up to the order of sums. `varlen` ([`TileList::on_device`]): no T×T
+//! matrix, no key of another document. `masked` ([`TileList::masked`]): every pair of the batch, and a dense mask decides which count, as where
+//! documents are packed without kernels that know of them.
 //!
 //! With q [T, Hq·d], k and v [T, Hkv·d], query head h reads key head h / (Hq / Hkv). Per document and head:
 //! `S = σ·q·kᵀ` where key ≤ query and query − key < window, `P = softmax(S)`, `o = P·v`.
@@ -13,10 +15,12 @@
 mod cpu;
 mod cuda;
 mod kernels;
+mod mask;
 mod params;
 mod tiles;
 mod work_list;
 
+pub use mask::DenseMask;
 pub use tiles::{Tile, TileList};
 
 use crate::tensor::{DType, Device, Tensor, View, ViewMut};
