@@ -218,7 +218,7 @@ __device__ __forceinline__ void attention_backward_query(const BackwardParams& p
             multiply_nt<HD>(d_scores, do_operand, v_tile + chunk * PITCH<HD>);
             if constexpr (MT > 1) read_stats(stats);
             if constexpr (Shape::MASKED) {
-                apply_mask(scores, mask_rows[key / MASK_KEYS % 2] + row - tile.start, key);
+                apply_mask(scores, mask_rows[key / MASK_KEYS % 2] + (row - tile.start), key);
             } else if (key + CHUNK - 1 > row || key < from_last) {
 #pragma unroll
                 for (int m = 0; m < MT; ++m)

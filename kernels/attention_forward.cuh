@@ -154,7 +154,7 @@ __device__ __forceinline__ void attention_forward(const ForwardParams& p) {
         clear(scores);
         multiply_nt<HD>(scores, q_operand, k_tile);
         if constexpr (Shape::MASKED) {
-            apply_mask(scores, mask_rows[key / MASK_KEYS % 2] + row - tile.start, key);
+            apply_mask(scores, mask_rows[key / MASK_KEYS % 2] + (row - tile.start), key);
         } else if (key + BN - 1 > row || key < from_last) {
 #pragma unroll
             for (int m = 0; m < MT; ++m)

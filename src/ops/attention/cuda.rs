@@ -59,6 +59,7 @@ fn tiled_launch(gpu: &Gpu, kernel: &Kernel, capacity: usize, heads: usize) -> La
     Launch { shared_bytes: kernel.shared_bytes, ..Launch::new(capacity * (heads / kernel.heads), kernel.threads) }
 }
 
+#[expect(clippy::too_many_arguments, reason = "the operands of one formula")]
 fn forward_tiled(
     gpu: &Gpu,
     shape: &AttentionShape,
@@ -103,6 +104,7 @@ fn scratch(gpu: &Gpu, values: usize) -> (CudaBuffer, Charge) {
     (gpu.alloc(MemoryCategory::Workspace, bytes), charge)
 }
 
+#[expect(clippy::too_many_arguments, reason = "the operands of one formula")]
 fn backward_tiled(
     gpu: &Gpu,
     shape: &AttentionShape,

@@ -127,11 +127,10 @@ pub fn backward<'a, 'd>(
 ) {
     let (d_o, dqkv) = (d_o.into(), dqkv.into());
     check(shape, tiles, saved.qkv, saved.sinks);
-    let d_sinks = d_sinks.map(|gradient| {
+    if let Some(gradient) = &d_sinks {
         assert!(saved.sinks.is_some(), "a gradient of sinks that the forward pass had not");
         assert_eq!((gradient.len(), gradient.dtype()), (shape.num_heads, DType::F32), "gradient of sinks");
-        gradient
-    });
+    }
     let rows = saved.qkv.q.rows();
     assert_eq!((d_o.rows(), d_o.cols()), (rows, saved.qkv.q.cols()), "shapes of attention backward");
     assert_eq!((dqkv.rows(), dqkv.cols()), (rows, shape.qkv_width()), "shapes of attention backward");
