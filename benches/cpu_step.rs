@@ -12,7 +12,7 @@ use tandem::data::pack::PackedBatch;
 use tandem::model::loading::Checkpoint;
 use tandem::model::transformer::Transformer;
 use tandem::tensor::{Device, Precision};
-use tandem::train::config::{Activations, MethodConfig, MethodKind, OptimizerConfig};
+use tandem::train::config::{Activations, AttentionPath, MethodConfig, MethodKind, OptimizerConfig};
 use tandem::train::trainer::{Trainer, TrainerSetup};
 
 fn main() {
@@ -34,6 +34,7 @@ fn main() {
             method: MethodConfig { kind, ..MethodConfig::default() },
             optimizer: OptimizerConfig::default(),
             activations,
+            attention: AttentionPath::Varlen,
             seed: 0,
             total_steps: steps as u64 + 1,
         };

@@ -2,6 +2,8 @@
 //!
 //! Query row `q` sees key row `k` iff `first_key[q] ≤ k ≤ q`; `first_key` (built on the host from the documents and the
 //! window) never falls from row to row. So a tile may hold several short documents, and every mask is two comparisons.
+//! Masked kernels (`MASKED` of a shape) read a dense mask of bits instead (`attention_mask.cu`) and visit every tile of the T×T square: no
+//! document, window or diagonal lets them skip one. Every row sees itself, so no softmax is empty.
 //! Tiles lie in shared memory with an XOR swizzle of 16-byte units inside 128-byte lines (unit `c` of row `r` is stored at
 //! `c ^ (r % 8)`): the eight rows that ldmatrix reads at once fall into different banks, and so do the eight units of a row
 //! that cp.async writes at once. (Padding the rows serves ldmatrix only: cp.async then took 10 passes a warp instead of 4.)
@@ -28,11 +30,13 @@ struct ForwardParams {
     const Tile* query_tiles; // longest first
     const int* num_query_tiles;
     const int* first_key;    // [T]
+    const uint32_t* mask;    // [T, mask_stride], read by masked kernels alone, which do not read first_key
     int q_stride, k_stride, v_stride, o_stride;
     int num_heads, num_kv_heads, head_dim;
     float scale;
+    int mask_stride;         // a multiple of 4: rows are read as 16 bytes
 };
-static_assert(sizeof(ForwardParams) == 104, "pointers, then 4-byte members without gaps, as on the host");
+static_assert(sizeof(ForwardParams) == 120, "pointers, then 4-byte members without gaps, as on the host");
 
 /// Parameters of the backward kernels; as `ForwardParams`. Mirrored by `BackwardParams` in `src/ops/attention/params.rs`.
 struct BackwardParams {
@@ -47,19 +51,21 @@ struct BackwardParams {
     bf16* dk;
     bf16* dv;
     const float* sinks;      // [Hq] or null
-    float* sink_partials;    // [query tiles, Hq], unused when `sinks` is null
-    float* d_sinks;          // [Hq], unused when `sinks` is null
+    float* sink_partials;    // [query tiles, Hq] scratch, unused when `d_sinks` is null
+    float* d_sinks;          // [Hq], added to by the sinks' kernel; null when no such gradient is wanted
     const Tile* query_tiles;
     const int* num_query_tiles;
     const Tile* key_tiles;
     const int* num_key_tiles;
     const int* first_key;
+    const uint32_t* mask;
     int q_stride, k_stride, v_stride, o_stride, do_stride, dq_stride, dk_stride, dv_stride;
     int num_heads, num_kv_heads, head_dim;
     float scale;
     int num_tokens;          // T
+    int mask_stride;
 };
-static_assert(sizeof(BackwardParams) == 200, "pointers, then 4-byte members without gaps, as on the host");
+static_assert(sizeof(BackwardParams) == 208, "pointers, then 4-byte members without gaps, as on the host");
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
@@ -99,6 +105,37 @@ __device__ __forceinline__ void load_heads(bf16* to, const bf16* x, int stride, 
     for (int i = 0; i < Shape::HEADS; ++i)
         load_rows<Shape::ROWS, Shape::HD, Shape::THREADS>(
             to + i * Shape::ROWS * PITCH<Shape::HD>, x + static_cast<int64_t>(first_head + i) * d, stride, tile.start, tile.end, d);
+}
+
+/// Keys of a row whose bits are one 16-byte load.
+constexpr int MASK_KEYS = 128;
+
+/// Starts the copy of the mask of a query tile's rows, for the `MASK_KEYS` keys from `key` on. Rows past the end get zeros: they see nothing.
+template <int ROWS, int THREADS>
+__device__ __forceinline__ void load_mask(uint4* to, const uint32_t* mask, int stride, const Tile& tile, int key) {
+    for (int r = threadIdx.x; r < ROWS; r += THREADS)
+        cp_async_16(to + r, mask + static_cast<int64_t>(tile.start + r) * stride + key / 32, tile.start + r < tile.end);
+}
+
+/// Sets scores that the mask hides to −∞: those of a warp's MT·16 rows, whose words begin at `rows`, and NT·8 keys from `key` on.
+template <int MT, int NT>
+__device__ __forceinline__ void apply_mask(float (&scores)[MT][NT][4], const uint4* rows, int key) {
+    static_assert(NT % 4 == 0, "whole words");
+    const int lane = threadIdx.x % WARP;
+    const uint32_t* const words = reinterpret_cast<const uint32_t*>(rows + lane / 4) + key % MASK_KEYS / 32;
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int n = 0; n < NT; n += 4) {
+                const uint32_t bits = words[(m * 16 + half * 8) * 4 + n / 4] >> (lane % 4 * 2);
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i)
+                        if (!(bits >> (j * 8 + i) & 1)) scores[m][n + j][half * 2 + i] = -INFINITY;
+            }
 }
 
 /// Where this lane points ldmatrix for an A operand [16 rows, first 16 columns] of a tile, and for a B operand whose rows are the

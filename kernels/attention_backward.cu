@@ -6,7 +6,7 @@
 
 using namespace tandem;
 
-// Padded head size, query rows × heads, heads, key rows a step, a chunk, stages, warps, q and do in registers.
+// Padded head size, query rows × heads, heads, key rows a step, a chunk, stages, warps, q and do in registers, masked.
 
 using QueryD64 = QueryShape<64, 64, 1, 32, 32, 2, 4, false>;
 extern "C" __global__ void __launch_bounds__(QueryD64::THREADS, 4) attention_backward_query_d64(const __grid_constant__ BackwardParams p) {
@@ -50,7 +50,24 @@ extern "C" __global__ void __launch_bounds__(QueryD128H4Small::THREADS, 2) atten
     attention_backward_query<QueryD128H4Small>(p);
 }
 
-// Padded head size, key rows, query rows a step, a chunk, stages, warps, k in registers, v in registers.
+// By a dense mask: any group.
+
+using QueryD64Masked = QueryShape<64, 64, 1, 32, 32, 2, 4, false, true>;
+extern "C" __global__ void __launch_bounds__(QueryD64Masked::THREADS, 4) attention_backward_query_d64_masked(const __grid_constant__ BackwardParams p) {
+    attention_backward_query<QueryD64Masked>(p);
+}
+
+using QueryD128Masked = QueryShape<128, 128, 1, 32, 32, 2, 4, false, true>;
+extern "C" __global__ void __launch_bounds__(QueryD128Masked::THREADS, 1) attention_backward_query_d128_masked(const __grid_constant__ BackwardParams p) {
+    attention_backward_query<QueryD128Masked>(p);
+}
+
+using QueryD128MaskedSmall = QueryShape<128, 64, 1, 32, 32, 3, 4, true, true>;
+extern "C" __global__ void __launch_bounds__(QueryD128MaskedSmall::THREADS, 2) attention_backward_query_d128_masked_small(const __grid_constant__ BackwardParams p) {
+    attention_backward_query<QueryD128MaskedSmall>(p);
+}
+
+// Padded head size, key rows, query rows a step, a chunk, stages, warps, k in registers, v in registers, masked.
 
 using KeyD64 = KeyShape<64, 128, 32, 32, 2, 4, false, false>;
 extern "C" __global__ void __launch_bounds__(KeyD64::THREADS, 2) attention_backward_key_d64(const __grid_constant__ BackwardParams p) {
@@ -65,6 +82,16 @@ extern "C" __global__ void __launch_bounds__(KeyD96::THREADS, 2) attention_backw
 using KeyD128 = KeyShape<128, 64, 32, 32, 2, 4, true, false>;
 extern "C" __global__ void __launch_bounds__(KeyD128::THREADS, 2) attention_backward_key_d128(const __grid_constant__ BackwardParams p) {
     attention_backward_key<KeyD128>(p);
+}
+
+using KeyD64Masked = KeyShape<64, 128, 32, 32, 2, 4, false, false, true>;
+extern "C" __global__ void __launch_bounds__(KeyD64Masked::THREADS, 2) attention_backward_key_d64_masked(const __grid_constant__ BackwardParams p) {
+    attention_backward_key<KeyD64Masked>(p);
+}
+
+using KeyD128Masked = KeyShape<128, 64, 32, 32, 2, 4, true, false, true>;
+extern "C" __global__ void __launch_bounds__(KeyD128Masked::THREADS, 2) attention_backward_key_d128_masked(const __grid_constant__ BackwardParams p) {
+    attention_backward_key<KeyD128Masked>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(128) attention_backward_sinks(const __grid_constant__ BackwardParams p) {

@@ -9,28 +9,31 @@
 namespace tandem {
 
 /// Sizes of the query kernel: BM query rows, of HEADS heads that share a key head; BN key rows a step, taken in chunks of CHUNK,
-/// STAGES steps in flight; q and do in registers or not. Each warp's rows belong to one head.
-template <int HD_, int BM_, int HEADS_, int BN_, int CHUNK_, int STAGES_, int WARPS_, bool REGISTERS_>
+/// STAGES steps in flight; q and do in registers or not; by a dense mask or not. Each warp's rows belong to one head.
+template <int HD_, int BM_, int HEADS_, int BN_, int CHUNK_, int STAGES_, int WARPS_, bool REGISTERS_, bool MASKED_ = false>
 struct QueryShape {
     static constexpr int HD = HD_, BM = BM_, HEADS = HEADS_, BN = BN_, CHUNK = CHUNK_, STAGES = STAGES_, THREADS = WARPS_ * WARP;
     static constexpr int MT = BM_ / (16 * WARPS_);  // fragments of 16 rows a warp
     static constexpr int HEAD_WARPS = WARPS_ / HEADS, ROWS = BM / HEADS;  // ROWS is the height of a tile in the work list
-    static constexpr bool REGISTERS = REGISTERS_;
+    static constexpr bool REGISTERS = REGISTERS_, MASKED = MASKED_;
     static constexpr int STREAM = 2 * STAGES * BN * PITCH<HD>;  // stages of K and V, in values
     static constexpr int OWN = 2 * BM * PITCH<HD>;     // q and do
     static constexpr int SHARED_BYTES = 2 * (REGISTERS ? (STREAM > OWN ? STREAM : OWN) : STREAM + OWN);
     static_assert(BM == MT * 16 * WARPS_ && MT > 0 && CHUNK % 16 == 0 && BN % CHUNK == 0 && HD % 32 == 0, "whole fragments");
+    static_assert(!MASKED || (MASK_KEYS % BN == 0 && (STAGES - 1) * BN <= MASK_KEYS), "two places for the mask are enough");
 };
 
-/// Sizes of the key kernel: BM key rows, BN query rows a step, taken in chunks of CHUNK, STAGES steps in flight; k and v in registers or not.
-template <int HD_, int BM_, int BN_, int CHUNK_, int STAGES_, int WARPS_, bool K_REGISTERS_, bool V_REGISTERS_>
+/// Sizes of the key kernel: BM key rows, BN query rows a step, taken in chunks of CHUNK, STAGES steps in flight; k and v in registers or not; by
+/// a dense mask or not.
+template <int HD_, int BM_, int BN_, int CHUNK_, int STAGES_, int WARPS_, bool K_REGISTERS_, bool V_REGISTERS_, bool MASKED_ = false>
 struct KeyShape {
     static constexpr int HD = HD_, BM = BM_, BN = BN_, CHUNK = CHUNK_, STAGES = STAGES_, THREADS = WARPS_ * WARP;
     static constexpr int MT = BM_ / (16 * WARPS_);  // fragments of 16 rows a warp
-    static constexpr bool K_REGISTERS = K_REGISTERS_, V_REGISTERS = V_REGISTERS_;
+    static constexpr bool K_REGISTERS = K_REGISTERS_, V_REGISTERS = V_REGISTERS_, MASKED = MASKED_;
     static constexpr int TILE = BM * PITCH<HD>;
     static constexpr int STREAM = 2 * STAGES * BN * PITCH<HD>;  // stages of q and do, in values
-    static constexpr int STATS = STAGES * 3 * BN;  // stages of (lse, D) and first_key, in units of 4 bytes
+    static constexpr int SEEN = MASKED ? BM / 32 : 1;  // words a query row: the mask of the tile's keys, or first_key
+    static constexpr int STATS = STAGES * (2 + SEEN) * BN;  // stages of (lse, D) and those words, in units of 4 bytes
     // A tile that moves to registers borrows the stream's place.
     static constexpr int KEPT = (K_REGISTERS ? 0 : 1) + (V_REGISTERS ? 0 : 1);
     static constexpr int BORROWED = (2 - KEPT) * TILE;
@@ -95,8 +98,12 @@ __device__ __forceinline__ void attention_backward_query(const BackwardParams& p
     const bf16* const k_head = p.k + static_cast<int64_t>(kv_head) * d;
     const bf16* const v_head = p.v + static_cast<int64_t>(kv_head) * d;
 
+    // The mask of the tile's rows comes with the keys: these 128 and, from some step on, the next 128.
+    __shared__ uint4 mask_rows[2][Shape::MASKED ? Shape::ROWS : 1];
     const auto load_keys = [&](int stage, int row) {
         bf16* const to = stream + stage * STAGE;
+        if (Shape::MASKED && row % MASK_KEYS == 0)
+            load_mask<Shape::ROWS, THREADS>(mask_rows[row / MASK_KEYS % 2], p.mask, p.mask_stride, tile, row);
         load_rows<BN, HD, THREADS>(to, k_head, p.k_stride, row, tile.other_end, d);
         load_rows<BN, HD, THREADS>(to + BN * PITCH<HD>, v_head, p.v_stride, row, tile.other_end, d);
     };
@@ -117,7 +124,7 @@ __device__ __forceinline__ void attention_backward_query(const BackwardParams& p
     if constexpr (!Shape::REGISTERS) start_stream();
     RowDots<ROWS, HD> dots;
     dots.load(p.o + static_cast<int64_t>(head) * d, p.o_stride, row, tile.end, d);
-    const int from = active ? p.first_key[row] : 0, from_last = active ? p.first_key[last_row] : 0;
+    const int from = !Shape::MASKED && active ? p.first_key[row] : 0, from_last = !Shape::MASKED && active ? p.first_key[last_row] : 0;
     float lse[MT][2];
 #pragma unroll
     for (int m = 0; m < MT; ++m)
@@ -157,7 +164,7 @@ __device__ __forceinline__ void attention_backward_query(const BackwardParams& p
         start_stream();
     }
 
-    if (p.sinks != nullptr) {
+    if (p.d_sinks != nullptr) {
         // dsink = −Σ exp(sink − lse)·D: this tile's part, rows, then warps added in a fixed order.
         float part = 0.0f;
         for (int r = lane; r < ROWS && row + r < tile.end; r += WARP) {
@@ -191,7 +198,7 @@ __device__ __forceinline__ void attention_backward_query(const BackwardParams& p
 #pragma unroll
         for (int chunk = 0; chunk < BN; chunk += CHUNK) {
             const int key = step + chunk;
-            if (!active || key > last_row || key + CHUNK <= from) continue;
+            if (!active || (!Shape::MASKED && (key > last_row || key + CHUNK <= from))) continue;
             float scores[MT][NT][4], d_scores[MT][NT][4];
             clear(scores);
             float2 stats[MT][2];
@@ -210,7 +217,9 @@ __device__ __forceinline__ void attention_backward_query(const BackwardParams& p
             multiply_nt<HD>(scores, q_operand, k_tile + chunk * PITCH<HD>);
             multiply_nt<HD>(d_scores, do_operand, v_tile + chunk * PITCH<HD>);
             if constexpr (MT > 1) read_stats(stats);
-            if (key + CHUNK - 1 > row || key < from_last) {
+            if constexpr (Shape::MASKED) {
+                apply_mask(scores, mask_rows[key / MASK_KEYS % 2] + (row - tile.start), key);
+            } else if (key + CHUNK - 1 > row || key < from_last) {
 #pragma unroll
                 for (int m = 0; m < MT; ++m)
 #pragma unroll
@@ -252,7 +261,7 @@ __device__ __forceinline__ void attention_backward_key(const BackwardParams& p) 
     bf16* const kept = reinterpret_cast<bf16*>(shared_memory);
     bf16* const stream = kept + Shape::KEPT * Shape::TILE;
     float2* const stats = reinterpret_cast<float2*>(shared_memory + Shape::SHARED_BYTES - 4 * Shape::STATS);
-    int* const first_keys_of = reinterpret_cast<int*>(stats + Shape::STAGES * BN);
+    int* const seen_of = reinterpret_cast<int*>(stats + Shape::STAGES * BN);
     bf16* const k_tile = Shape::K_REGISTERS ? stream : kept;
     bf16* const v_tile = Shape::V_REGISTERS ? stream + (Shape::K_REGISTERS ? Shape::TILE : 0)
                                             : kept + (Shape::K_REGISTERS ? 0 : Shape::TILE);
@@ -272,7 +281,14 @@ __device__ __forceinline__ void attention_backward_key(const BackwardParams& p) 
         const float2* const row_stats = p.row_stats + static_cast<int64_t>(head) * p.num_tokens;
         for (int i = threadIdx.x; i < BN; i += THREADS) {
             cp_async_short<8>(stats + stage * BN + i, row_stats + row + i, row + i < tile.other_end);
-            cp_async_short<4>(first_keys_of + stage * BN + i, p.first_key + row + i, row + i < tile.other_end);
+            int* const seen = seen_of + (stage * BN + i) * Shape::SEEN;
+            if constexpr (Shape::MASKED) {
+                const uint32_t* const words = p.mask + static_cast<int64_t>(row + i) * p.mask_stride + tile.start / 32;
+                if constexpr (Shape::SEEN == 4) cp_async_16(seen, words, row + i < tile.other_end);
+                else cp_async_short<4 * Shape::SEEN>(seen, words, row + i < tile.other_end);
+            } else {
+                cp_async_short<4>(seen, p.first_key + row + i, row + i < tile.other_end);
+            }
         }
     };
 
@@ -319,12 +335,12 @@ __device__ __forceinline__ void attention_backward_key(const BackwardParams& p) 
         const bf16* const q_tile = stream + stage * STAGE;
         const bf16* const do_tile = q_tile + BN * PITCH<HD>;
         const float2* const step_stats = stats + stage * BN;
-        const int* const first_keys = first_keys_of + stage * BN;
+        const int* const seen = seen_of + stage * BN * Shape::SEEN;
         stage = stage + 1 == Shape::STAGES ? 0 : stage + 1;
 #pragma unroll
         for (int chunk = 0; chunk < BN; chunk += CHUNK) {
             const int query = step + chunk;
-            if (!active || query >= tile.other_end || query + CHUNK <= row || first_keys[chunk] > last_row) continue;
+            if (!active || query >= tile.other_end || (!Shape::MASKED && (query + CHUNK <= row || seen[chunk] > last_row))) continue;
             const int final_query = min(CHUNK, tile.other_end - query) - 1;
             float scores[MT][NT][4], d_scores[MT][NT][4];
             clear(scores);
@@ -339,12 +355,28 @@ __device__ __forceinline__ void attention_backward_key(const BackwardParams& p) 
             }
             multiply_nt<HD>(scores, k_operand, q_tile + chunk * PITCH<HD>);
             multiply_nt<HD>(d_scores, v_operand, do_tile + chunk * PITCH<HD>);
-            if (query < row + ROWS - 1 || first_keys[chunk + final_query] > row) {
+            if constexpr (Shape::MASKED) {
+                // Of each query's words, the one with the warp's keys.
+                const int first = warp * ROWS + lane / 4;
+                const int* const words = seen + chunk * Shape::SEEN + first / 32;
 #pragma unroll
                 for (int n = 0; n < NT; ++n)
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
-                        const int column = n * 8 + lane % 4 * 2 + i, q = query + column, first = first_keys[chunk + column];
+                        const int column = n * 8 + lane % 4 * 2 + i;
+                        const uint32_t bits = static_cast<uint32_t>(words[column * Shape::SEEN]) >> first % 32;
+#pragma unroll
+                        for (int m = 0; m < MT; ++m)
+#pragma unroll
+                            for (int half = 0; half < 2; ++half)
+                                if (!(bits >> (m * 16 + half * 8) & 1)) scores[m][n][half * 2 + i] = -INFINITY;
+                    }
+            } else if (query < row + ROWS - 1 || seen[chunk + final_query] > row) {
+#pragma unroll
+                for (int n = 0; n < NT; ++n)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        const int column = n * 8 + lane % 4 * 2 + i, q = query + column, first = seen[chunk + column];
 #pragma unroll
                         for (int m = 0; m < MT; ++m)
 #pragma unroll
@@ -387,7 +419,7 @@ __device__ __forceinline__ void attention_backward_key(const BackwardParams& p) 
     store_rows<HD, MT>(p.dv + kv_offset, p.dv_stride, row, tile.end, d, dv, factor);
 }
 
-/// dsink of one head (a block): minus the sum of its tiles' parts, always in the same order.
+/// Adds dsink of one head (a block): minus the sum of its tiles' parts, always in the same order.
 __device__ __forceinline__ void attention_backward_sinks(const BackwardParams& p) {
     __shared__ float sums[WARP];
     const int head = blockIdx.x, tiles = *p.num_query_tiles;
@@ -395,7 +427,7 @@ __device__ __forceinline__ void attention_backward_sinks(const BackwardParams& p
     for (int tile = threadIdx.x; tile < tiles; tile += blockDim.x)
         sum += p.sink_partials[static_cast<int64_t>(tile) * p.num_heads + head];
     sum = block_sum(sum, sums);
-    if (threadIdx.x == 0) p.d_sinks[head] = -sum;
+    if (threadIdx.x == 0) p.d_sinks[head] -= sum;
 }
 
 }  // namespace tandem

@@ -5,7 +5,7 @@
 
 using namespace tandem;
 
-// Padded head size, query rows × heads, heads, key rows a step, stages, warps, Q in registers.
+// Padded head size, query rows × heads, heads, key rows a step, stages, warps, Q in registers, masked.
 
 using ForwardD64 = ForwardShape<64, 64, 1, 32, 2, 4, true>;
 extern "C" __global__ void __launch_bounds__(ForwardD64::THREADS, 4) attention_forward_d64(const __grid_constant__ ForwardParams p) {
@@ -57,4 +57,26 @@ extern "C" __global__ void __launch_bounds__(ForwardD128Small::THREADS, 1) atten
 using ForwardD128H4Small = ForwardShape<128, 128, 4, 64, 2, 8, true>;
 extern "C" __global__ void __launch_bounds__(ForwardD128H4Small::THREADS, 1) attention_forward_d128_h4_small(const __grid_constant__ ForwardParams p) {
     attention_forward<ForwardD128H4Small>(p);
+}
+
+// By a dense mask: any group, for large and for small SMs.
+
+using ForwardD64Masked = ForwardShape<64, 128, 1, 32, 3, 4, false, true>;
+extern "C" __global__ void __launch_bounds__(ForwardD64Masked::THREADS, 3) attention_forward_d64_masked(const __grid_constant__ ForwardParams p) {
+    attention_forward<ForwardD64Masked>(p);
+}
+
+using ForwardD64MaskedSmall = ForwardShape<64, 64, 1, 32, 2, 4, true, true>;
+extern "C" __global__ void __launch_bounds__(ForwardD64MaskedSmall::THREADS, 4) attention_forward_d64_masked_small(const __grid_constant__ ForwardParams p) {
+    attention_forward<ForwardD64MaskedSmall>(p);
+}
+
+using ForwardD128Masked = ForwardShape<128, 128, 1, 32, 2, 4, false, true>;
+extern "C" __global__ void __launch_bounds__(ForwardD128Masked::THREADS, 2) attention_forward_d128_masked(const __grid_constant__ ForwardParams p) {
+    attention_forward<ForwardD128Masked>(p);
+}
+
+using ForwardD128MaskedSmall = ForwardShape<128, 128, 1, 64, 2, 8, true, true>;
+extern "C" __global__ void __launch_bounds__(ForwardD128MaskedSmall::THREADS, 1) attention_forward_d128_masked_small(const __grid_constant__ ForwardParams p) {
+    attention_forward<ForwardD128MaskedSmall>(p);
 }

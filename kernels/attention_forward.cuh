@@ -6,18 +6,19 @@
 namespace tandem {
 
 /// Sizes of a forward kernel: BM query rows, of HEADS heads that share a key head; BN key rows a step, STAGES steps in
-/// flight; Q in registers (then its
-/// shared memory is used again for keys and values) or in shared memory. Each warp's rows belong to one head.
-template <int HD_, int BM_, int HEADS_, int BN_, int STAGES_, int WARPS_, bool Q_REGISTERS_>
+/// flight; Q in registers (then its shared memory is used again for keys and values) or in shared memory; by a dense mask or not. Each
+/// warp's rows belong to one head.
+template <int HD_, int BM_, int HEADS_, int BN_, int STAGES_, int WARPS_, bool Q_REGISTERS_, bool MASKED_ = false>
 struct ForwardShape {
     static constexpr int HD = HD_, BM = BM_, HEADS = HEADS_, BN = BN_, STAGES = STAGES_, THREADS = WARPS_ * WARP;
     static constexpr int MT = BM_ / (16 * WARPS_);  // fragments of 16 rows a warp
     static constexpr int HEAD_WARPS = WARPS_ / HEADS, ROWS = BM / HEADS;  // ROWS is the height of a tile in the work list
-    static constexpr bool Q_REGISTERS = Q_REGISTERS_;
+    static constexpr bool Q_REGISTERS = Q_REGISTERS_, MASKED = MASKED_;
     static constexpr int STREAM = 2 * STAGES * BN * PITCH<HD>;  // stages of K and V, in values
     static constexpr int Q_TILE = BM * PITCH<HD>;
     static constexpr int SHARED_BYTES = 2 * (Q_REGISTERS ? (STREAM > Q_TILE ? STREAM : Q_TILE) : STREAM + Q_TILE);
     static_assert(BM == MT * 16 * WARPS_ && MT > 0 && BN % 16 == 0 && HD % 32 == 0 && WARPS_ % HEADS == 0, "whole fragments");
+    static_assert(!MASKED || (MASK_KEYS % BN == 0 && (STAGES - 1) * BN <= MASK_KEYS), "two places for the mask are enough");
 };
 
 /// The running softmax of a warp's rows and what it has summed so far.
@@ -82,7 +83,7 @@ __device__ __forceinline__ void softmax_step(SoftmaxState<MT, HD>& state, float 
 
 template <class Shape>
 __device__ __forceinline__ void attention_forward(const ForwardParams& p) {
-    constexpr int HD = Shape::HD, BM = Shape::BM, BN = Shape::BN, THREADS = Shape::THREADS, MT = Shape::MT, NT = BN / 8;
+    constexpr int HD = Shape::HD, BN = Shape::BN, THREADS = Shape::THREADS, MT = Shape::MT, NT = BN / 8;
     constexpr int STAGE = 2 * BN * PITCH<HD>;
     extern __shared__ __align__(128) unsigned char shared_memory[];
     bf16* const stream = reinterpret_cast<bf16*>(shared_memory);
@@ -96,8 +97,12 @@ __device__ __forceinline__ void attention_forward(const ForwardParams& p) {
     const bf16* const k_head = p.k + static_cast<int64_t>(kv_head) * d;
     const bf16* const v_head = p.v + static_cast<int64_t>(kv_head) * d;
 
+    // The mask of the tile's rows comes with the keys: these 128 and, from some step on, the next 128.
+    __shared__ uint4 mask_rows[2][Shape::MASKED ? Shape::ROWS : 1];
     const auto load_keys = [&](int stage, int row) {
         bf16* const to = stream + stage * STAGE;
+        if (Shape::MASKED && row % MASK_KEYS == 0)
+            load_mask<Shape::ROWS, THREADS>(mask_rows[row / MASK_KEYS % 2], p.mask, p.mask_stride, tile, row);
         load_rows<BN, HD, THREADS>(to, k_head, p.k_stride, row, tile.other_end, d);
         load_rows<BN, HD, THREADS>(to + BN * PITCH<HD>, v_head, p.v_stride, row, tile.other_end, d);
     };
@@ -121,7 +126,7 @@ __device__ __forceinline__ void attention_forward(const ForwardParams& p) {
     // The warp's rows, and the keys that its first and its last row see first.
     const int row = tile.start + warp % Shape::HEAD_WARPS * MT * 16, last_row = min(row + MT * 16, tile.end) - 1;
     const bool active = row < tile.end;
-    const int from = active ? p.first_key[row] : 0, from_last = active ? p.first_key[last_row] : 0;
+    const int from = !Shape::MASKED && active ? p.first_key[row] : 0, from_last = !Shape::MASKED && active ? p.first_key[last_row] : 0;
 
     const float scale = p.scale * LOG2_E;
     SoftmaxState<MT, HD> state;
@@ -143,12 +148,14 @@ __device__ __forceinline__ void attention_forward(const ForwardParams& p) {
         cp_async_commit();
         const bf16* const k_tile = stream + stage * STAGE;
         stage = stage + 1 == Shape::STAGES ? 0 : stage + 1;
-        if (!active || key > last_row || key + BN <= from) continue;
+        if (!active || (!Shape::MASKED && (key > last_row || key + BN <= from))) continue;
 
         float scores[MT][NT][4];
         clear(scores);
         multiply_nt<HD>(scores, q_operand, k_tile);
-        if (key + BN - 1 > row || key < from_last) {
+        if constexpr (Shape::MASKED) {
+            apply_mask(scores, mask_rows[key / MASK_KEYS % 2] + (row - tile.start), key);
+        } else if (key + BN - 1 > row || key < from_last) {
 #pragma unroll
             for (int m = 0; m < MT; ++m)
 #pragma unroll

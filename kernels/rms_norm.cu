@@ -1,4 +1,4 @@
-//! RMSNorm: CUDA form of src/ops/rms_norm.rs. A warp a row where its registers hold one, else a block a row. Widths and strides are multiples of 8.
+//! RMSNorm: CUDA form of src/ops/rms_norm.rs. A few warps a row where their registers hold one, else a block a row. Widths and strides are multiples of 8.
 
 #include "common.cuh"
 
@@ -34,32 +34,45 @@ __device__ __forceinline__ float sum_of_squares(const Bf16x8& x) {
     return sum;
 }
 
-/// A warp a row of up to 256·VECTORS values, all of it loaded before the first is used.
-template <int VECTORS>
-__device__ __forceinline__ void forward_warp(const bf16* __restrict__ x, const bf16* __restrict__ weight, bf16* __restrict__ y,
-                                             float* __restrict__ rstd, int64_t rows, int width, int64_t y_stride, float eps) {
-    const int lane = threadIdx.x % WARP, vectors = width / 8;
-    const int64_t row = int64_t(blockIdx.x) * (blockDim.x / WARP) + threadIdx.x / WARP;
-    if (row >= rows) return;
+/// WARPS warps a row of up to 256·VECTORS·WARPS values, all of it loaded before the first is used. Blocks of 256 threads.
+template <int WARPS, int VECTORS>
+__device__ __forceinline__ void forward(const bf16* __restrict__ x, const bf16* __restrict__ weight, bf16* __restrict__ y,
+                                        float* __restrict__ rstd, int64_t rows, int width, int64_t y_stride, float eps) {
+    constexpr int LANES = WARPS * WARP, ROWS = 256 / LANES;
+    __shared__ float shared[ROWS][WARPS];
+    const int lane = threadIdx.x % LANES, vectors = width / 8;
+    const int64_t row = int64_t(blockIdx.x) * ROWS + threadIdx.x / LANES;
+    // Warps that share a row meet at a barrier, so none may leave before it.
+    if (WARPS == 1 && row >= rows) return;
     const Bf16x8* in = reinterpret_cast<const Bf16x8*>(x + row * width);
     const Bf16x8* w = reinterpret_cast<const Bf16x8*>(weight);
     Bf16x8* out = reinterpret_cast<Bf16x8*>(y + row * y_stride);
     Bf16x8 value[VECTORS];
 #pragma unroll
     for (int k = 0; k < VECTORS; ++k) {
-        const int i = lane + k * WARP;
-        value[k] = i < vectors ? in[i] : Bf16x8{};
+        const int i = lane + k * LANES;
+        value[k] = i < vectors && row < rows ? in[i] : Bf16x8{};
     }
     float sum = 0.0f;
 #pragma unroll
     for (int k = 0; k < VECTORS; ++k) sum += sum_of_squares(value[k]);
-    const float r = rsqrtf(warp_sum(sum) / width + eps);
+    sum = warp_sum(sum);
+    if constexpr (WARPS > 1) {
+        float* const sums = shared[threadIdx.x / LANES];
+        if (lane % WARP == 0) sums[lane / WARP] = sum;
+        __syncthreads();
+        sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) sum += sums[i];
+    }
+    if (row >= rows) return;
+    const float r = rsqrtf(sum / width + eps);
     if (lane == 0) rstd[row] = r;
 #pragma unroll
     for (int k = 0; k < VECTORS; ++k) {
         // Else the compiler keeps the unpacked values, twice as large, from the sum on.
         asm volatile("" : "+r"(value[k].pair[0]), "+r"(value[k].pair[1]), "+r"(value[k].pair[2]), "+r"(value[k].pair[3]));
-        const int i = lane + k * WARP;
+        const int i = lane + k * LANES;
         if (i < vectors) out[i] = normalized(value[k], w[i], r);
     }
 }
@@ -111,22 +124,22 @@ __device__ __forceinline__ void backward(const bf16* __restrict__ dy, const bf16
 
 extern "C" __global__ void __launch_bounds__(256) rms_norm_forward_1024(const bf16* x, const bf16* weight, bf16* y, float* rstd, int64_t rows, int width,
         int64_t y_stride, float eps) {
-    forward_warp<4>(x, weight, y, rstd, rows, width, y_stride, eps);
+    forward<1, 4>(x, weight, y, rstd, rows, width, y_stride, eps);
 }
 
 extern "C" __global__ void __launch_bounds__(256) rms_norm_forward_2048(const bf16* x, const bf16* weight, bf16* y, float* rstd, int64_t rows, int width,
         int64_t y_stride, float eps) {
-    forward_warp<8>(x, weight, y, rstd, rows, width, y_stride, eps);
+    forward<1, 8>(x, weight, y, rstd, rows, width, y_stride, eps);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2) rms_norm_forward_4096(const bf16* x, const bf16* weight, bf16* y, float* rstd, int64_t rows, int width,
+extern "C" __global__ void __launch_bounds__(256) rms_norm_forward_4096(const bf16* x, const bf16* weight, bf16* y, float* rstd, int64_t rows, int width,
         int64_t y_stride, float eps) {
-    forward_warp<16>(x, weight, y, rstd, rows, width, y_stride, eps);
+    forward<2, 8>(x, weight, y, rstd, rows, width, y_stride, eps);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2) rms_norm_forward_5120(const bf16* x, const bf16* weight, bf16* y, float* rstd, int64_t rows, int width,
+extern "C" __global__ void __launch_bounds__(256) rms_norm_forward_8192(const bf16* x, const bf16* weight, bf16* y, float* rstd, int64_t rows, int width,
         int64_t y_stride, float eps) {
-    forward_warp<20>(x, weight, y, rstd, rows, width, y_stride, eps);
+    forward<4, 8>(x, weight, y, rstd, rows, width, y_stride, eps);
 }
 
 /// A block a row.

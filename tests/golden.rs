@@ -16,7 +16,7 @@ use tandem::formats::safetensors::SafetensorsFile;
 use tandem::model::generate::greedy;
 use tandem::tensor::{Device, Precision};
 use tandem::train::batch::upload;
-use tandem::train::config::{Activations, MethodConfig, MethodKind, OptimizerConfig, ScheduleKind};
+use tandem::train::config::{Activations, AttentionPath, MethodConfig, MethodKind, OptimizerConfig, ScheduleKind};
 use tandem::train::trainer::{Trainer, TrainerSetup};
 
 /// f32 bound by norm for logits, gradients and losses (`tests/golden/README.md`).
@@ -122,6 +122,31 @@ fn golden_packed_equals_unpacked_and_accumulation_of_documents() {
 }
 
 #[test]
+fn golden_masked_attention_equals_varlen() {
+    for family in Family::all() {
+        let run = |path| {
+            let mut trainer = family.lora_trainer(&device(2), Activations::Recompute);
+            trainer.model_mut().set_attention_path(path);
+            let batch = [family.batch()];
+            let held_out = trainer.evaluate(&batch, &NEVER).unwrap().unwrap().loss;
+            let trained = trainer.step_and_wait(&batch, 0.0, &NEVER).unwrap().unwrap().loss;
+            let params = trainer.model().params().iter().filter(|(_, parameter)| parameter.trainable);
+            let of = |id, name: &str| (name.to_owned(), trainer.grads().get(id).unwrap().to_vec());
+            let grads: Vec<(String, Vec<f32>)> = params.map(|(id, parameter)| of(id, &parameter.name)).collect();
+            ([held_out as f32, trained as f32], grads)
+        };
+        let ((losses, grads), (varlen_losses, varlen_grads)) = (run(AttentionPath::Masked), run(AttentionPath::Varlen));
+        assert_close(&format!("{}: losses", family.name), &losses, &varlen_losses, 1e-6);
+        assert!(!grads.is_empty(), "{}", family.name);
+        for ((name, masked), (_, varlen)) in grads.iter().zip(&varlen_grads) {
+            assert_close(&format!("{}: {name}", family.name), masked, varlen, 2e-6);
+            let want = family.f32s(&format!("lora_grad.{name}"));
+            assert_close(&format!("{}: lora_grad.{name}", family.name), masked, &want, F32_BOUND);
+        }
+    }
+}
+
+#[test]
 fn golden_accumulation_of_four_equals_one() {
     for family in Family::all() {
         let run = |steps_of: &dyn Fn(Vec<PackedBatch>) -> Vec<PackedBatch>| {
@@ -174,7 +199,7 @@ fn golden_recompute_equals_keep_and_threads_do_not_matter_bit_for_bit() {
 fn golden_bf16_is_as_near_to_f32_as_bf16_in_transformers() {
     for family in Family::all() {
         let device = Device::cpu(2, Precision::Bf16).unwrap();
-        let ours = bf16_deviations(&family, &device);
+        let ours = bf16_deviations(&family, &device, AttentionPath::Varlen);
         let logits = ours["logits"];
         let Some(theirs) = bf16_errors(&family) else {
             println!("{}: no bf16_errors.json; bf16 logits differ from f32 by {logits:.2e}", family.name);
@@ -230,7 +255,8 @@ fn golden_smollm2_log_probabilities_and_adapter_losses() {
         schedule: ScheduleKind::Constant,
         ..OptimizerConfig::default()
     };
-    let setup = TrainerSetup { method, optimizer, activations: Activations::Recompute, seed: 0, total_steps: 5 };
+    let (activations, attention) = (Activations::Recompute, AttentionPath::Varlen);
+    let setup = TrainerSetup { method, optimizer, activations, attention, seed: 0, total_steps: 5 };
     let mut trainer = Trainer::new(model, setup).unwrap();
     set_adapters(&mut trainer, &case);
     for (step, want) in case.to_f32("lora_loss").unwrap().into_iter().enumerate() {

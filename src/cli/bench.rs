@@ -7,7 +7,7 @@ use tandem::base::error::Result;
 use tandem::base::units;
 use tandem::session::bench::{self, BenchOptions, BenchRow};
 use tandem::session::bench_ops;
-use tandem::session::{Activations, DeviceChoice, Precision};
+use tandem::session::{Activations, AttentionPath, DeviceChoice, Precision};
 use tandem::tensor::Device;
 
 /// Flags of `tandem bench`.
@@ -25,6 +25,9 @@ pub struct BenchArgs {
     /// What blocks keep: recompute, keep.
     #[arg(long, value_delimiter = ',', default_value = "recompute", value_parser = activations)]
     activations: Vec<Activations>,
+    /// How attention knows the documents of a pack: varlen, masked.
+    #[arg(long, value_delimiter = ',', default_value = "varlen", value_parser = attention)]
+    attention: Vec<AttentionPath>,
     /// Steps before measuring.
     #[arg(long, default_value_t = 3)]
     warmup: usize,
@@ -38,7 +41,7 @@ pub struct BenchArgs {
     #[arg(long, default_value = "auto", value_parser = device)]
     device: DeviceChoice,
     /// Single operations at the sizes of an 8B model, instead of steps.
-    #[arg(long, conflicts_with_all = ["model", "tokens", "pack", "activations", "warmup", "steps", "r"])]
+    #[arg(long, conflicts_with_all = ["model", "tokens", "pack", "activations", "attention", "warmup", "steps", "r"])]
     ops: bool,
     /// One JSON object a row.
     #[arg(long)]
@@ -50,6 +53,14 @@ fn activations(text: &str) -> std::result::Result<Activations, String> {
         "recompute" => Ok(Activations::Recompute),
         "keep" => Ok(Activations::Keep),
         other => Err(format!("`{other}` is neither recompute nor keep")),
+    }
+}
+
+fn attention(text: &str) -> std::result::Result<AttentionPath, String> {
+    match text {
+        "varlen" => Ok(AttentionPath::Varlen),
+        "masked" => Ok(AttentionPath::Masked),
+        other => Err(format!("`{other}` is neither varlen nor masked")),
     }
 }
 
@@ -71,7 +82,11 @@ pub fn run(args: &BenchArgs) -> Result<()> {
     }
     for model in &args.model {
         for &pack in &args.pack {
-            for &activations in &args.activations {
+            for (&activations, &attention) in args
+                .activations
+                .iter()
+                .flat_map(|activations| args.attention.iter().map(move |path| (activations, path)))
+            {
                 let options = BenchOptions {
                     model: model.clone(),
                     tokens: args.tokens,
@@ -79,6 +94,7 @@ pub fn run(args: &BenchArgs) -> Result<()> {
                     warmup: args.warmup,
                     steps: args.steps,
                     activations,
+                    attention,
                     r: args.r,
                 };
                 let row = bench::run(&options, &device)?;
@@ -116,7 +132,8 @@ fn print_ops(out: &mut impl io::Write, device: &Device, json: bool) -> Result<()
 
 fn print_row(out: &mut impl io::Write, row: &BenchRow) -> io::Result<()> {
     let ms = |ms: Option<f64>| ms.map_or_else(|| "—".to_owned(), |ms| format!("{ms:.2}"));
-    writeln!(out, "{} · pack {} · {:?} · {}", row.model, units::count(row.pack as u64), row.activations, row.device)?;
+    let pack = units::count(row.pack as u64);
+    writeln!(out, "{} · pack {pack} · {:?} · {:?} · {}", row.model, row.activations, row.attention, row.device)?;
     writeln!(
         out,
         "  {} tokens/s · step {:.1} ms · peak {} · MFU {:.1} % ({:.1} of {:.0} TFLOP/s) · loss {:.3}",

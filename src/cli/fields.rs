@@ -61,6 +61,9 @@ pub struct FieldArgs {
     /// `keep` or `recompute`.
     #[arg(long, value_name = "WORD", help_heading = "Fields")]
     activations: Option<String>,
+    /// `varlen` or `masked`.
+    #[arg(long, value_name = "WORD", help_heading = "Fields")]
+    attention: Option<String>,
     /// `auto`, `cpu` or `cuda`.
     #[arg(long, value_name = "WORD", help_heading = "Fields")]
     device: Option<String>,
@@ -120,6 +123,7 @@ impl FieldArgs {
             ("--eval-every", "train.eval_every", &self.eval_every),
             ("--save-every", "train.save_every", &self.save_every),
             ("--activations", "train.activations", &self.activations),
+            ("--attention", "train.attention", &self.attention),
             ("--device", "train.device", &self.device),
             ("--threads", "train.threads", &self.threads),
             ("--precision", "train.precision", &self.precision),

@@ -56,13 +56,6 @@ pub struct AttentionSaved {
     z: Option<Tensor>,
 }
 
-/// Queries and keys as attention reads them, and the values.
-fn parts<'a>(shape: &AttentionShape, qkv: &'a Tensor, qk: Option<&'a Tensor>) -> Qkv<'a> {
-    let (q, kv) = (shape.q_width(), shape.kv_width());
-    let turned = qk.unwrap_or(qkv).view();
-    Qkv { q: turned.columns(0, q), k: turned.columns(q, kv), v: qkv.view().columns(q + kv, kv) }
-}
-
 impl Attention {
     /// `h` [T, hidden] with room for adapters ([`Projection::input_shape`]) → `y = residual + attention` [T, hidden].
     pub fn forward(
@@ -93,8 +86,16 @@ impl Attention {
         };
         let mut o = ctx.saved(&self.o_proj.input_shape(device, rows));
         let mut softmax_lse = ctx.saved_f32(&[rows, shape.num_heads]);
-        let operands = parts(shape, &qkv, qk.as_ref());
-        attention::forward(device, shape, tiles, operands, o.first_columns_mut(shape.q_width()), &mut softmax_lse);
+        let operands = Qkv::of(shape, qkv.view(), qk.as_ref().map(Tensor::view));
+        attention::forward(
+            device,
+            shape,
+            tiles,
+            operands,
+            None,
+            o.first_columns_mut(shape.q_width()),
+            &mut softmax_lse,
+        );
         self.o_proj.forward(ctx, &mut o, Some(residual.view()), y);
         AttentionSaved { qkv, qk, o, softmax_lse, z }
     }
@@ -121,9 +122,9 @@ impl Attention {
         let mut d_o = ctx.scratch(&[rows, q_width]);
         self.o_proj.backward(ctx, grads, o, self.o_proj.z(&saved.o), dy, Some(d_o.view_mut()));
         let mut dqkv = ctx.scratch(&self.qkv_proj.output_shape(device, rows));
-        let operands =
-            attention::Saved { qkv: parts(shape, &saved.qkv, saved.qk.as_ref()), o, softmax_lse: &saved.softmax_lse };
-        attention::backward(device, shape, tiles, &operands, &d_o, dqkv.first_columns_mut(shape.qkv_width()));
+        let qkv = Qkv::of(shape, saved.qkv.view(), saved.qk.as_ref().map(Tensor::view));
+        let operands = attention::Saved { qkv, sinks: None, o, softmax_lse: &saved.softmax_lse };
+        attention::backward(device, shape, tiles, &operands, &d_o, dqkv.first_columns_mut(shape.qkv_width()), None);
         drop(d_o);
         match self.norms(ctx) {
             None => rope::backward(device, dqkv.first_columns_mut(qk_width), table, position_ids),

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use anyhow::ensure;
 
+use super::policy::AttentionPath;
 use crate::base::error::Result;
 use crate::ops::attention::TileList;
 use crate::ops::rope::RopeTable;
@@ -80,7 +81,7 @@ impl DeviceBatch {
     }
 }
 
-/// Work lists by window and the rotary table: built once per batch, used by all layers in all passes.
+/// Work lists by window (on the masked path with their dense masks) and the rotary table: built once per batch, used by all layers in all passes.
 #[derive(Debug)]
 pub struct SequenceMetadata {
     tiles: Vec<(Option<usize>, TileList)>,
@@ -89,11 +90,21 @@ pub struct SequenceMetadata {
 
 impl SequenceMetadata {
     /// Builds what the distinct `windows` of a model need for `batch`.
-    pub fn new(device: &Device, batch: &DeviceBatch, windows: &[Option<usize>], rope: Arc<RopeTable>) -> Self {
+    pub fn new(
+        device: &Device,
+        batch: &DeviceBatch,
+        windows: &[Option<usize>],
+        path: AttentionPath,
+        rope: Arc<RopeTable>,
+    ) -> Self {
+        let build = match path {
+            AttentionPath::Varlen => TileList::on_device,
+            AttentionPath::Masked => TileList::masked,
+        };
         let mut tiles: Vec<(Option<usize>, TileList)> = Vec::new();
         for &window in windows {
             if !tiles.iter().any(|(known, _)| *known == window) {
-                tiles.push((window, TileList::on_device(device, &batch.cu_seqlens, window)));
+                tiles.push((window, build(device, &batch.cu_seqlens, window)));
             }
         }
         Self { tiles, rope }

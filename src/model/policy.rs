@@ -1,4 +1,4 @@
-//! Activation policy: what a block keeps between its forward and its backward pass.
+//! Policies of a pass: what a block keeps between its forward and its backward pass, and how attention knows the documents of a pack.
 
 use serde::{Deserialize, Serialize};
 
@@ -11,4 +11,15 @@ pub enum Activations {
     /// The block's input only; the rest is computed again.
     #[default]
     Recompute,
+}
+
+/// How attention knows which tokens of a pack see each other. Both give the same, up to the order of sums.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AttentionPath {
+    /// By where documents start: work for the pairs that are seen.
+    #[default]
+    Varlen,
+    /// By a dense T×T mask for each window: work for every pair of the pack.
+    Masked,
 }

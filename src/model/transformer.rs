@@ -11,7 +11,7 @@ use super::block::{Block, BlockSaved};
 use super::config::ModelConfig;
 use super::loading::Checkpoint;
 use super::lora::LoraSpec;
-use super::policy::Activations;
+use super::policy::{Activations, AttentionPath};
 use super::rotary;
 use super::skeleton::{Skeleton, skeleton};
 use crate::base::error::Result;
@@ -34,6 +34,7 @@ pub struct Transformer {
     pub(super) embed_tokens: Embedding,
     pub(super) blocks: Vec<Block>,
     pub(super) head: Head,
+    attention_path: AttentionPath,
     inv_freq: Vec<f32>,
     /// Grown when a batch has a longer document; shared by the batches that use it.
     rope: Mutex<Option<Arc<RopeTable>>>,
@@ -141,6 +142,7 @@ impl Transformer {
             embed_tokens,
             blocks,
             head,
+            attention_path: AttentionPath::default(),
             inv_freq: rotary::inv_freq(config),
             rope: Mutex::default(),
         })
@@ -169,6 +171,11 @@ impl Transformer {
     /// All parameters, to update.
     pub fn params_mut(&mut self) -> &mut Params {
         &mut self.params
+    }
+
+    /// Sets how attention knows the documents of a pack, in every pass from now on. A new model has the default.
+    pub fn set_attention_path(&mut self, path: AttentionPath) {
+        self.attention_path = path;
     }
 
     /// Makes every base parameter trainable (full fine-tuning).
@@ -298,7 +305,7 @@ impl Transformer {
                 }
             }
         };
-        SequenceMetadata::new(&self.device, batch, &self.config.sliding_window, rope)
+        SequenceMetadata::new(&self.device, batch, &self.config.sliding_window, self.attention_path, rope)
     }
 
     /// The lowest block whose backward pass is needed: below it nothing trains.

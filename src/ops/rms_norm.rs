@@ -126,17 +126,17 @@ pub fn backward<'d>(
     }
 }
 
-/// The forward kernel for rows of `width` values and its grid: a warp keeps a row in its registers up to 5,120 values, 256 to a vector of each lane;
-/// beyond that a block has a row.
+/// The forward kernel for rows of `width` values and its grid: up to 8,192 values some warps keep a row in their registers, beyond that a block has
+/// a row.
 fn forward_layout(rows: i64, width: usize) -> (&'static str, Launch) {
-    let kernel = match width {
-        0..=1024 => "rms_norm_forward_1024",
-        1025..=2048 => "rms_norm_forward_2048",
-        2049..=4096 => "rms_norm_forward_4096",
-        4097..=5120 => "rms_norm_forward_5120",
+    let (kernel, rows_a_block) = match width {
+        0..=1024 => ("rms_norm_forward_1024", 8),
+        1025..=2048 => ("rms_norm_forward_2048", 8),
+        2049..=4096 => ("rms_norm_forward_4096", 4),
+        4097..=8192 => ("rms_norm_forward_8192", 2),
         _ => return ("rms_norm_forward_block", Launch::new(rows as usize, 512)),
     };
-    (kernel, Launch::new((rows as usize).div_ceil(8), 256))
+    (kernel, Launch::new((rows as usize).div_ceil(rows_a_block), 256))
 }
 
 /// As [`forward_layout`] for the backward pass: a warp a row up to 1,024 values, a block a row beyond.

@@ -16,7 +16,9 @@ use crate::model::transformer::Transformer;
 use crate::ops::matmul;
 use crate::tensor::phase::PhaseTime;
 use crate::tensor::{Device, MemoryCategory};
-use crate::train::config::{Activations, DeviceChoice, MethodConfig, OptimizerConfig, Precision, ScheduleKind};
+use crate::train::config::{
+    Activations, AttentionPath, DeviceChoice, MethodConfig, OptimizerConfig, Precision, ScheduleKind,
+};
 use crate::train::report::StepReport;
 use crate::train::trainer::{Stepped, Trainer, TrainerSetup, lora_spec};
 
@@ -50,6 +52,8 @@ pub struct BenchOptions {
     pub steps: usize,
     /// What blocks keep.
     pub activations: Activations,
+    /// How attention knows the documents of a pack.
+    pub attention: AttentionPath,
     /// Rank of the adapters on all linears.
     pub r: usize,
 }
@@ -67,6 +71,8 @@ pub struct BenchRow {
     pub tokens: usize,
     /// What blocks keep.
     pub activations: Activations,
+    /// How attention knows the documents of a pack.
+    pub attention: AttentionPath,
     /// Tokens a second.
     pub tokens_per_sec: f64,
     /// Whole step, in milliseconds.
@@ -136,7 +142,7 @@ pub fn device(choice: DeviceChoice, precision: Precision) -> Result<Device> {
 /// # Errors
 /// When the model does not fit the device or the options make no batch.
 pub fn run(options: &BenchOptions, device: &Device) -> Result<BenchRow> {
-    let BenchOptions { tokens, pack, warmup, steps, activations, r, .. } = *options;
+    let BenchOptions { tokens, pack, warmup, steps, activations, attention, r, .. } = *options;
     ensure!(
         pack >= 2 && tokens >= pack && tokens.is_multiple_of(pack),
         "tokens ({tokens}) must be a multiple of pack ({pack})"
@@ -153,6 +159,7 @@ pub fn run(options: &BenchOptions, device: &Device) -> Result<BenchRow> {
         method,
         optimizer: OptimizerConfig { schedule: ScheduleKind::Constant, ..OptimizerConfig::default() },
         activations,
+        attention,
         seed: 1,
         total_steps: (warmup + steps) as u64,
     };
@@ -179,6 +186,7 @@ pub fn run(options: &BenchOptions, device: &Device) -> Result<BenchRow> {
         pack,
         tokens,
         activations,
+        attention,
         tokens_per_sec,
         step_ms: median.step_ms,
         phases: median.phases.iter().copied().filter(|time| time.total_ms().is_some()).collect(),

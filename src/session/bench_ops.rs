@@ -25,7 +25,7 @@ pub struct OpRow {
     pub gb_per_sec: Option<f64>,
     /// `gb_per_sec` over that of a plain copy of as many rows.
     pub share_of_copy: Option<f64>,
-    /// Rate in TFLOP/s, where arithmetic bounds it. A masked half of causal attention does not count.
+    /// Rate in TFLOP/s, where arithmetic bounds it. A masked half of causal attention does not count, but by a dense mask all pairs do.
     pub tflops: Option<f64>,
 }
 
@@ -46,7 +46,7 @@ pub fn run(device: &Device) -> Result<Vec<OpRow>> {
     let sizes = match device {
         // Several times the caches: 64 MB of L2 on the largest cards.
         Device::Cuda(_) => Sizes { rows: 32_768, hidden: 4096, inner: 12_288, tokens: 8192, calls: 20 },
-        Device::Cpu(_) => Sizes { rows: 512, hidden: 512, inner: 1536, tokens: 512, calls: 2 },
+        Device::Cpu(_) => Sizes { rows: 512, hidden: 512, inner: 1536, tokens: 256, calls: 2 },
     };
     let mut rows = device.run(|| memory_bound(device, &sizes))?;
     rows.extend(device.run(|| products(device, &sizes))?);
@@ -157,26 +157,32 @@ fn products(device: &Device, sizes: &Sizes) -> Result<Vec<OpRow>> {
 fn attention_rows(device: &Device, sizes: &Sizes) -> Result<Vec<OpRow>> {
     let &Sizes { tokens, calls, .. } = sizes;
     let mut found = Vec::new();
-    for (head_dim, document) in [(64, tokens / 16), (128, tokens / 16), (128, tokens)] {
+    for (head_dim, document, masked) in [
+        (64, tokens / 16, false),
+        (128, tokens / 16, false),
+        (128, tokens, false),
+        (64, tokens / 16, true),
+        (128, tokens / 16, true),
+    ] {
         let scale = (head_dim as f32).powf(-0.5);
         let shape = AttentionShape { num_heads: 32, num_kv_heads: 8, head_dim, scale };
         let cu_seqlens: Vec<i32> = (0..=tokens / document).map(|i| (i * document) as i32).collect();
-        let tiles = TileList::on_device(device, &cu_seqlens, None);
-        let (q_width, kv_width) = (shape.q_width(), shape.kv_width());
-        let qkv = random(device, &[tokens, shape.qkv_width()]);
-        let part = |from, width| qkv.view().columns(from, width);
-        let (q, k) = (part(0, q_width), part(q_width, kv_width));
-        let operands = Qkv { q, k, v: part(q_width + kv_width, kv_width) };
-        let mut o = device.empty(SCRATCH, &[tokens, q_width]);
+        let tiles = if masked { TileList::masked } else { TileList::on_device }(device, &cu_seqlens, None);
+        let operands = random(device, &[tokens, shape.qkv_width()]);
+        let qkv = Qkv::of(&shape, operands.view(), None);
+        let mut o = device.empty(SCRATCH, &[tokens, shape.q_width()]);
         let mut lse = device.empty_f32(SCRATCH, &[tokens, shape.num_heads]);
-        let forward = time(device, calls, || attention::forward(device, &shape, &tiles, operands, &mut o, &mut lse))?;
-        let (d_o, mut dqkv) = (random(device, &[tokens, q_width]), device.empty(SCRATCH, &[tokens, shape.qkv_width()]));
-        let saved = Saved { qkv: operands, o: o.view(), softmax_lse: &lse };
-        let backward = time(device, calls, || attention::backward(device, &shape, &tiles, &saved, &d_o, &mut dqkv))?;
-        // Two products forward and five backward over the pairs that are seen.
-        let pairs = tokens as f64 * (document as f64 + 1.0) / 2.0 * shape.num_heads as f64 * head_dim as f64;
+        let forward = time(device, calls, || attention::forward(device, &shape, &tiles, qkv, None, &mut o, &mut lse))?;
+        let d_o = random(device, &[tokens, shape.q_width()]);
+        let mut dqkv = device.empty(SCRATCH, &[tokens, shape.qkv_width()]);
+        let saved = Saved { qkv, sinks: None, o: o.view(), softmax_lse: &lse };
+        let backward =
+            time(device, calls, || attention::backward(device, &shape, &tiles, &saved, &d_o, &mut dqkv, None))?;
+        // Two products forward and five backward over the pairs that are seen; by a dense mask, over all pairs.
+        let (keys, path) = if masked { (tokens as f64, ", dense mask") } else { ((document as f64 + 1.0) / 2.0, "") };
+        let pairs = tokens as f64 * keys * shape.num_heads as f64 * head_dim as f64;
         for (name, ms, products) in [("forward", forward, 2.0), ("backward", backward, 5.0)] {
-            let name = format!("attention {name}, heads of {head_dim}, documents of {document}");
+            let name = format!("attention {name}, heads of {head_dim}, documents of {document}{path}");
             let tflops = Some(2.0 * products * pairs / ms / 1e9);
             found.push(OpRow { name, ms, gb_per_sec: None, share_of_copy: None, tflops });
         }
@@ -192,7 +198,7 @@ mod tests {
     #[test]
     fn every_operation_gets_a_rate() {
         let rows = run(&Device::cpu(0, Precision::F32).unwrap()).unwrap();
-        assert_eq!(rows.len(), 9 + 12 + 6);
+        assert_eq!(rows.len(), 9 + 12 + 10);
         for row in rows {
             let rate = row.gb_per_sec.or(row.tflops).unwrap();
             assert!(rate.is_finite() && rate > 0.0 && row.ms > 0.0, "{row:?}");

@@ -29,6 +29,7 @@ pub use crate::data::options::{LayoutChoice, Overlong, TrainOn};
 pub use crate::tensor::memory::{CategoryBytes, MemoryCategory, MemoryReport};
 pub use crate::tensor::phase::{LaneKind, Pass, Phase, PhaseTime, Span};
 pub use crate::train::config::{
-    Activations, DeviceChoice, MethodConfig, MethodKind, OptimizerConfig, Precision, ScheduleKind, TrainConfig,
+    Activations, AttentionPath, DeviceChoice, MethodConfig, MethodKind, OptimizerConfig, Precision, ScheduleKind,
+    TrainConfig,
 };
 pub use crate::train::report::{EvalReport, StepReport};

@@ -271,6 +271,18 @@ impl Device {
         }
     }
 
+    /// Room for `len` integers, for a kernel to fill; zeros on the CPU.
+    pub fn empty_indices(&self, category: MemoryCategory, len: usize) -> Indices {
+        match self {
+            Self::Cpu(_) => self.indices(category, vec![0; len]),
+            Self::Cuda(gpu) => {
+                let bytes = len * size_of::<i32>();
+                let charge = gpu.ledger().charge(category, bytes as u64);
+                Indices::from_parts(IndexStorage::Cuda(gpu.alloc(category, bytes)), len, charge)
+            }
+        }
+    }
+
     /// Integers on the device.
     pub fn indices(&self, category: MemoryCategory, data: Vec<i32>) -> Indices {
         let (len, bytes) = (data.len(), size_of_val(data.as_slice()));

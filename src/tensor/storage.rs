@@ -221,6 +221,14 @@ impl Indices {
         self.len == 0
     }
 
+    /// A copy of the values on the host. From a GPU this waits for the device.
+    pub fn to_vec(&self) -> Vec<i32> {
+        match &self.storage {
+            IndexStorage::Host(data) => data.clone(),
+            IndexStorage::Cuda(buffer) => buffer.device().download(buffer.pointer(), self.len),
+        }
+    }
+
     /// The values on the CPU. CPU forms of operations get no other kind.
     pub fn i32s(&self) -> &[i32] {
         match &self.storage {

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-pub use crate::model::policy::Activations;
+pub use crate::model::policy::{Activations, AttentionPath};
 pub use crate::tensor::dtype::Precision;
 
 /// Which parameters train.
@@ -134,6 +134,8 @@ pub struct TrainConfig {
     pub save_every: u64,
     /// What blocks keep for the backward pass.
     pub activations: Activations,
+    /// How attention knows the documents of a pack.
+    pub attention: AttentionPath,
     /// Arithmetic of the CPU engine.
     pub precision: Precision,
     /// Where to train.
@@ -153,6 +155,7 @@ impl Default for TrainConfig {
             eval_every: 20,
             save_every: 0,
             activations: Activations::Recompute,
+            attention: AttentionPath::Varlen,
             precision: Precision::F32,
             device: DeviceChoice::Auto,
             threads: 0,

@@ -6,7 +6,7 @@ use std::time::Instant;
 use anyhow::{Context as _, ensure};
 
 use super::batch::upload;
-use super::config::{Activations, MethodConfig, MethodKind, OptimizerConfig};
+use super::config::{Activations, AttentionPath, MethodConfig, MethodKind, OptimizerConfig};
 use super::optimizer::{BadGradient, Optimizer};
 use super::report::{EvalReport, StepReport};
 use super::schedule::learning_rate;
@@ -34,6 +34,8 @@ pub struct TrainerSetup {
     pub optimizer: OptimizerConfig,
     /// What blocks keep.
     pub activations: Activations,
+    /// How attention knows the documents of a pack, in training and evaluation.
+    pub attention: AttentionPath,
     /// Seed of adapter initialization and dropout.
     pub seed: u64,
     /// Optimizer steps of the run, for the schedule.
@@ -106,6 +108,7 @@ impl Trainer {
     /// # Errors
     /// When the method does not fit the model.
     pub fn new(mut model: Transformer, setup: TrainerSetup) -> Result<Self> {
+        model.set_attention_path(setup.attention);
         match lora_spec(&setup.method) {
             None => model.train_everything(),
             Some(spec) => model.add_lora(&spec, setup.seed).context("[method] does not fit this model")?,

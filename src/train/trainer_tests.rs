@@ -42,7 +42,8 @@ fn optimizer() -> OptimizerConfig {
 }
 
 fn setup(method: MethodConfig, activations: Activations) -> TrainerSetup {
-    TrainerSetup { method, optimizer: optimizer(), activations, seed: 5, total_steps: 10 }
+    let attention = AttentionPath::Varlen;
+    TrainerSetup { method, optimizer: optimizer(), activations, attention, seed: 5, total_steps: 10 }
 }
 
 fn full() -> MethodConfig {
@@ -526,6 +527,28 @@ fn recompute_keeps_only_the_inputs_of_blocks() {
     // Three blocks: what recompute spares is what two blocks keep besides their inputs.
     let block = (keep - 4 * stream) / 3;
     assert!(recompute <= 4 * stream + block + stream, "{recompute} of {keep}");
+}
+
+#[test]
+fn a_masked_run_trains_and_evaluates_by_a_dense_mask() {
+    let batch = [batch(16, &[120, 60])];
+    let metadata_bytes = |attention, evaluate: bool| {
+        let setup = TrainerSetup { attention, ..setup(lora(0.0), Activations::Keep) };
+        let mut trainer = trainer(&cpu(1), &model("tied llama"), setup);
+        if evaluate {
+            trainer.evaluate(&batch, &NEVER).unwrap().unwrap();
+        } else {
+            step(&mut trainer, &batch);
+        }
+        let memory = trainer.model().device().memory();
+        memory.categories.iter().find(|c| c.category == MemoryCategory::Metadata).unwrap().peak_bytes
+    };
+    for evaluate in [false, true] {
+        let [varlen, masked] =
+            [AttentionPath::Varlen, AttentionPath::Masked].map(|attention| metadata_bytes(attention, evaluate));
+        // 180 bits a row: 6 words, rounded up to 8.
+        assert_eq!(masked - varlen, 180 * 8 * 4, "evaluate: {evaluate}");
+    }
 }
 
 #[test]

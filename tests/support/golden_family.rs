@@ -14,7 +14,7 @@ use tandem::model::transformer::{PassOptions, Transformer};
 use tandem::ops::cross_entropy::LossSum;
 use tandem::tensor::{Device, Precision, Tensor};
 use tandem::train::batch::upload;
-use tandem::train::config::{Activations, MethodConfig, OptimizerConfig, ScheduleKind};
+use tandem::train::config::{Activations, AttentionPath, MethodConfig, OptimizerConfig, ScheduleKind};
 use tandem::train::trainer::{Trainer, TrainerSetup};
 
 pub static NEVER: AtomicBool = AtomicBool::new(false);
@@ -151,7 +151,8 @@ impl Family {
             schedule: ScheduleKind::Constant,
             ..OptimizerConfig::default()
         };
-        let setup = TrainerSetup { method: self.method(), optimizer, activations, seed: 0, total_steps: 6 };
+        let (method, attention) = (self.method(), AttentionPath::Varlen);
+        let setup = TrainerSetup { method, optimizer, activations, attention, seed: 0, total_steps: 6 };
         let mut trainer = Trainer::new(self.model(device), setup).unwrap();
         set_adapters(&mut trainer, &self.case);
         trainer
@@ -225,9 +226,10 @@ pub fn bf16_bound(name: &str, theirs: f64) -> f64 {
 }
 
 /// How far a device that computes in bf16 is from the f32 reference, by tensor.
-pub fn bf16_deviations(family: &Family, device: &Device) -> HashMap<String, f64> {
+pub fn bf16_deviations(family: &Family, device: &Device, path: AttentionPath) -> HashMap<String, f64> {
     let batch = family.batch();
     let mut model = family.model(device);
+    model.set_attention_path(path);
     let uploaded = upload(&model, &batch).unwrap();
     let rows: Vec<i32> = (0..batch.input_ids.len() as i32).collect();
     let logits = model.logits(&uploaded, &rows, &NEVER).unwrap();
@@ -244,6 +246,7 @@ pub fn bf16_deviations(family: &Family, device: &Device) -> HashMap<String, f64>
     }
 
     let mut trainer = family.lora_trainer(device, Activations::Recompute);
+    trainer.model_mut().set_attention_path(path);
     let mut losses = Vec::new();
     for step in 0..family.f32s("lora_loss").len() {
         let report = trainer.step_and_wait(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap().unwrap();

@@ -9,7 +9,7 @@ use super::{AttentionShape, Qkv, Saved, Tile, TileList};
 use crate::ops::MIN_ROWS_PER_TASK;
 use crate::ops::matmul::{Mat, MatMut, gemm_serial};
 use crate::ops::vector::{dot, exp, exp_in_place, max, softmax_gradient};
-use crate::tensor::{Precision, View, ViewMut};
+use crate::tensor::{Precision, Tensor, View, ViewMut};
 
 /// Splits a row-major buffer into the rows of each tile, `stride` values each (the last row may be shorter); tiles cover the rows in order.
 fn rows_of<'a>(tiles: &[Tile], stride: usize, mut rest: &'a mut [f32]) -> Vec<&'a mut [f32]> {
@@ -48,9 +48,11 @@ pub(super) fn forward(
     shape: &AttentionShape,
     tiles: &TileList,
     qkv: Qkv<'_>,
+    sinks: Option<&Tensor>,
     o: ViewMut<'_>,
     softmax_lse: &mut [f32],
 ) {
+    let sinks = sinks.map(Tensor::f32s);
     let (heads, o_stride) = (shape.num_heads, o.stride());
     let o_rows = rows_of(&tiles.query_tiles, o_stride, o.into_f32s());
     let lse_rows = rows_of(&tiles.query_tiles, heads, softmax_lse);
@@ -58,7 +60,8 @@ pub(super) fn forward(
         Scratch::default,
         |scratch, ((tile, o), lse)| {
             for head in 0..heads {
-                forward_tile(precision, shape, tiles, tile, head, qkv, (&mut *o, o_stride), lse, scratch);
+                let sink = sinks.map(|sinks| sinks[head]);
+                forward_tile(precision, shape, tiles, tile, head, qkv, sink, (&mut *o, o_stride), lse, scratch);
             }
         },
     );
@@ -73,6 +76,7 @@ fn forward_tile(
     tile: &Tile,
     head: usize,
     Qkv { q, k, v }: Qkv<'_>,
+    sink: Option<f32>,
     (o, o_stride): (&mut [f32], usize),
     lse: &mut [f32],
     scratch: &mut Scratch,
@@ -81,8 +85,9 @@ fn forward_tile(
     let kv_head = head / shape.group();
     let rows = tile.end - tile.start;
     let Scratch { scores, row_max, row_sum, accumulator, .. } = scratch;
-    reset(row_max, rows, f32::NEG_INFINITY);
-    reset(row_sum, rows, 0.0);
+    // The sink is a first score, with no value.
+    reset(row_max, rows, sink.unwrap_or(f32::NEG_INFINITY));
+    reset(row_sum, rows, if sink.is_some() { 1.0 } else { 0.0 });
     reset(accumulator, rows * d, 0.0);
     for (k_start, k_end) in runs(tile.other_start, tile.other_end) {
         let cols = k_end - k_start;
@@ -115,8 +120,20 @@ fn forward_tile(
     }
 }
 
-/// Sets the scores that `query` must not see to −∞, and returns which it sees; `scores` belong to keys from `k_start` on.
+/// Sets the scores that `query` must not see to −∞, and returns a range around those it sees, empty if there are none; `scores` belong to keys
+/// from `k_start` on.
 fn mask(tiles: &TileList, query: usize, k_start: usize, scores: &mut [f32]) -> Range<usize> {
+    if tiles.mask().is_some() {
+        let mut seen = 0..0;
+        for (i, score) in scores.iter_mut().enumerate() {
+            if tiles.sees(query, k_start + i) {
+                seen = 0..i + 1;
+            } else {
+                *score = f32::NEG_INFINITY;
+            }
+        }
+        return seen;
+    }
     let visible_end = (query + 1).saturating_sub(k_start).min(scores.len());
     let visible_start = (query + 1).saturating_sub(tiles.window).saturating_sub(k_start).min(visible_end);
     scores[visible_end..].fill(f32::NEG_INFINITY);
@@ -131,6 +148,7 @@ pub(super) fn backward(
     saved: &Saved<'_>,
     d_o: View<'_>,
     mut dqkv: ViewMut<'_>,
+    d_sinks: Option<&mut Tensor>,
 ) {
     let AttentionShape { num_heads: heads, head_dim: d, .. } = *shape;
     // D [T, Hq] = rowsum(do ⊙ o)
@@ -139,6 +157,14 @@ pub(super) fn backward(
     let delta: Vec<f32> = rows
         .flat_map_iter(|(a, b)| a.chunks_exact(d).zip(b.chunks_exact(d)).take(heads).map(|(a, b)| dot(a, b)))
         .collect();
+
+    if let (Some(d_sinks), Some(sinks)) = (d_sinks, saved.sinks) {
+        let (lse, sinks) = (saved.softmax_lse.f32s(), sinks.f32s());
+        d_sinks.f32s_mut().par_iter_mut().enumerate().for_each(|(head, gradient)| {
+            let rows = lse.iter().zip(&delta).skip(head).step_by(heads);
+            *gradient -= rows.map(|(&lse, &delta)| exp(sinks[head] - lse) * delta).sum::<f32>();
+        });
+    }
 
     let stride = dqkv.stride();
     let gradients = rows_of(&tiles.key_tiles, stride, dqkv.f32s_mut());

@@ -1,11 +1,12 @@
 //! Launchers of packed attention on a GPU: the tiled kernels where they take the head size, the plain ones elsewhere.
 
-use super::kernels::{Kernel, KernelSet};
+use super::kernels::{Kernel, KernelSet, Path};
 use super::params::{BackwardParams, ForwardParams};
 use super::work_list::Side;
 use super::{AttentionShape, Qkv, Saved, TileList};
 use crate::kernel_args;
-use crate::tensor::cuda::Launch;
+use crate::tensor::cuda::{CudaBuffer, Launch};
+use crate::tensor::memory::Charge;
 use crate::tensor::{Gpu, MemoryCategory, Tensor, View};
 
 /// Dynamic shared memory that a kernel may have without asking, in bytes: 48 KiB less what kernels hold statically.
@@ -40,8 +41,14 @@ impl PlainShape {
 }
 
 /// The tiled kernels for this layer, if they take its head size.
-fn tiled(gpu: &Gpu, shape: &AttentionShape) -> Option<KernelSet> {
-    KernelSet::choose(shape.head_dim, shape.group(), gpu.facts().max_shared_bytes)
+fn tiled(gpu: &Gpu, shape: &AttentionShape, tiles: &TileList) -> Option<KernelSet> {
+    let path = if tiles.mask().is_some() { Path::Masked } else { Path::Varlen };
+    KernelSet::choose(path, shape.head_dim, shape.group(), gpu.facts().max_shared_bytes)
+}
+
+/// Address of the dense mask and its words a row; zeros where there is none.
+fn mask(tiles: &TileList) -> (u64, i32) {
+    tiles.mask().map_or((0, 0), |mask| (mask.pointer(), mask.stride() as i32))
 }
 
 /// The greatest grid that `kernel` can need, so that a recorded graph serves any batch of as many rows: blocks past the last tile return.
@@ -52,26 +59,30 @@ fn tiled_launch(gpu: &Gpu, kernel: &Kernel, capacity: usize, heads: usize) -> La
     Launch { shared_bytes: kernel.shared_bytes, ..Launch::new(capacity * (heads / kernel.heads), kernel.threads) }
 }
 
+#[expect(clippy::too_many_arguments, reason = "the operands of one formula")]
 fn forward_tiled(
     gpu: &Gpu,
     shape: &AttentionShape,
     tiles: &TileList,
     set: &KernelSet,
     Qkv { q, k, v }: Qkv<'_>,
+    sinks: Option<&Tensor>,
     o: View<'_>,
     softmax_lse: &Tensor,
 ) {
     let (query_tiles, num_query_tiles, capacity) = tiles.work_of(Side::Query, set.forward.rows);
+    let (mask, mask_stride) = mask(tiles);
     let params = ForwardParams {
         q: q.pointer(),
         k: k.pointer(),
         v: v.pointer(),
         o: o.pointer(),
         softmax_lse: softmax_lse.pointer(),
-        sinks: 0,
+        sinks: sinks.map_or(0, Tensor::pointer),
         query_tiles,
         num_query_tiles,
         first_key: tiles.work_pointer(),
+        mask,
         q_stride: q.stride() as i32,
         k_stride: k.stride() as i32,
         v_stride: v.stride() as i32,
@@ -80,17 +91,20 @@ fn forward_tiled(
         num_kv_heads: shape.num_kv_heads as i32,
         head_dim: shape.head_dim as i32,
         scale: shape.scale,
+        mask_stride,
     };
     let launch = tiled_launch(gpu, &set.forward, capacity, shape.num_heads);
     gpu.launch_struct(set.forward.name, launch, &params);
 }
 
-/// The parts of a gradient of q, k and v beside each other.
-fn parts<'a>(shape: &AttentionShape, dqkv: View<'a>) -> [View<'a>; 3] {
-    let (q, kv) = (shape.q_width(), shape.kv_width());
-    [dqkv.columns(0, q), dqkv.columns(q, kv), dqkv.columns(q + kv, kv)]
+/// Memory for `values` f32 that kernels hand to each other.
+fn scratch(gpu: &Gpu, values: usize) -> (CudaBuffer, Charge) {
+    let bytes = values * size_of::<f32>();
+    let charge = gpu.ledger().charge(MemoryCategory::Workspace, bytes as u64);
+    (gpu.alloc(MemoryCategory::Workspace, bytes), charge)
 }
 
+#[expect(clippy::too_many_arguments, reason = "the operands of one formula")]
 fn backward_tiled(
     gpu: &Gpu,
     shape: &AttentionShape,
@@ -99,15 +113,16 @@ fn backward_tiled(
     saved: &Saved<'_>,
     d_o: View<'_>,
     dqkv: View<'_>,
+    d_sinks: Option<&mut Tensor>,
 ) {
     let Qkv { q, k, v } = saved.qkv;
-    let [dq, dk, dv] = parts(shape, dqkv);
+    let Qkv { q: dq, k: dk, v: dv } = Qkv::of(shape, dqkv, None);
     let (query_tiles, num_query_tiles, query_room) = tiles.work_of(Side::Query, set.query.rows);
     let (key_tiles, num_key_tiles, key_room) = tiles.work_of(Side::Key, set.key.rows);
+    let (mask, mask_stride) = mask(tiles);
     // (lse, D) in f32 for every head and row.
-    let stats_bytes = 2 * size_of::<f32>() * shape.num_heads * tiles.total_tokens();
-    let row_stats = gpu.alloc(MemoryCategory::Workspace, stats_bytes);
-    let _charge = gpu.ledger().charge(MemoryCategory::Workspace, stats_bytes as u64);
+    let (row_stats, _charge) = scratch(gpu, 2 * shape.num_heads * tiles.total_tokens());
+    let partials = d_sinks.as_ref().map(|_| scratch(gpu, query_room * shape.num_heads));
     let params = BackwardParams {
         q: q.pointer(),
         k: k.pointer(),
@@ -119,14 +134,15 @@ fn backward_tiled(
         dq: dq.pointer(),
         dk: dk.pointer(),
         dv: dv.pointer(),
-        sinks: 0,
-        sink_partials: 0,
-        d_sinks: 0,
+        sinks: saved.sinks.map_or(0, Tensor::pointer),
+        sink_partials: partials.as_ref().map_or(0, |(buffer, _)| buffer.pointer()),
+        d_sinks: d_sinks.map_or(0, |gradient| gradient.pointer()),
         query_tiles,
         num_query_tiles,
         key_tiles,
         num_key_tiles,
         first_key: tiles.work_pointer(),
+        mask,
         q_stride: q.stride() as i32,
         k_stride: k.stride() as i32,
         v_stride: v.stride() as i32,
@@ -140,11 +156,15 @@ fn backward_tiled(
         head_dim: shape.head_dim as i32,
         scale: shape.scale,
         num_tokens: tiles.total_tokens() as i32,
+        mask_stride,
     };
     let launch = tiled_launch(gpu, &set.query, query_room, shape.num_heads);
     gpu.launch_struct(set.query.name, launch, &params);
     let launch = tiled_launch(gpu, &set.key, key_room, shape.num_kv_heads);
     gpu.launch_struct(set.key.name, launch, &params);
+    if partials.is_some() {
+        gpu.launch_struct("attention_backward_sinks", Launch::new(shape.num_heads, 128), &params);
+    }
 }
 
 pub(super) fn forward(
@@ -152,13 +172,15 @@ pub(super) fn forward(
     shape: &AttentionShape,
     tiles: &TileList,
     qkv: Qkv<'_>,
+    sinks: Option<&Tensor>,
     o: View<'_>,
     softmax_lse: &Tensor,
 ) {
-    if let Some(set) = tiled(gpu, shape) {
-        return forward_tiled(gpu, shape, tiles, &set, qkv, o, softmax_lse);
+    if let Some(set) = tiled(gpu, shape, tiles) {
+        return forward_tiled(gpu, shape, tiles, &set, qkv, sinks, o, softmax_lse);
     }
     let p = PlainShape::new(shape, tiles);
+    let (mask, mask_stride) = mask(tiles);
     let Qkv { q, k, v } = qkv;
     let args = kernel_args![
         q.pointer(),
@@ -166,7 +188,10 @@ pub(super) fn forward(
         v.pointer(),
         o.pointer(),
         softmax_lse.pointer(),
+        sinks.map_or(0, Tensor::pointer),
         tiles.bounds_pointer(),
+        mask,
+        mask_stride,
         p.tokens,
         p.heads,
         p.kv_heads,
@@ -188,13 +213,15 @@ pub(super) fn backward(
     saved: &Saved<'_>,
     d_o: View<'_>,
     dqkv: View<'_>,
+    d_sinks: Option<&mut Tensor>,
 ) {
-    if let Some(set) = tiled(gpu, shape) {
-        return backward_tiled(gpu, shape, tiles, &set, saved, d_o, dqkv);
+    if let Some(set) = tiled(gpu, shape, tiles) {
+        return backward_tiled(gpu, shape, tiles, &set, saved, d_o, dqkv, d_sinks);
     }
     let p = PlainShape::new(shape, tiles);
+    let (mask, mask_stride) = mask(tiles);
     let Qkv { q, k, v } = saved.qkv;
-    let [dq, dk, dv] = parts(shape, dqkv);
+    let Qkv { q: dq, k: dk, v: dv } = Qkv::of(shape, dqkv, None);
     let args = kernel_args![
         q.pointer(),
         k.pointer(),
@@ -206,6 +233,8 @@ pub(super) fn backward(
         dk.pointer(),
         dv.pointer(),
         tiles.bounds_pointer(),
+        mask,
+        mask_stride,
         p.tokens,
         p.heads,
         p.kv_heads,
@@ -221,4 +250,19 @@ pub(super) fn backward(
     ];
     gpu.launch("attention_plain_dq", p.launch(shape.num_heads), args);
     gpu.launch("attention_plain_dkv", p.launch(shape.num_kv_heads), args);
+    if let (Some(d_sinks), Some(sinks)) = (d_sinks, saved.sinks) {
+        let args = kernel_args![
+            saved.o.pointer(),
+            saved.softmax_lse.pointer(),
+            d_o.pointer(),
+            sinks.pointer(),
+            d_sinks.pointer(),
+            p.tokens,
+            p.heads,
+            p.head_dim,
+            saved.o.stride() as i64,
+            d_o.stride() as i64
+        ];
+        gpu.launch("attention_plain_sinks", Launch::new(shape.num_heads, 256), args);
+    }
 }

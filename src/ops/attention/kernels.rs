@@ -62,6 +62,35 @@ const KEY: [Kernel; 3] = [
     kernel("attention_backward_key_d128", 128, 1, 64, 128, 49_920, false),
 ];
 
+/// By a dense mask. Best first among those that fit. Heads share no tile: in the full square each fills its own.
+const MASKED_FORWARD: [Kernel; 4] = [
+    kernel("attention_forward_d64_masked", 64, 1, 128, 128, 40_960, true),
+    kernel("attention_forward_d64_masked_small", 64, 1, 64, 128, 16_384, false),
+    kernel("attention_forward_d128_masked", 128, 1, 128, 128, 65_536, true),
+    kernel("attention_forward_d128_masked_small", 128, 1, 128, 256, 65_536, false),
+];
+
+/// By a dense mask. Best first among those that fit.
+const MASKED_QUERY: [Kernel; 3] = [
+    kernel("attention_backward_query_d64_masked", 64, 1, 64, 128, 32_768, false),
+    kernel("attention_backward_query_d128_masked", 128, 1, 128, 128, 98_304, true),
+    kernel("attention_backward_query_d128_masked_small", 128, 1, 64, 128, 49_152, false),
+];
+
+const MASKED_KEY: [Kernel; 2] = [
+    kernel("attention_backward_key_d64_masked", 64, 1, 128, 128, 50_688, false),
+    kernel("attention_backward_key_d128_masked", 128, 1, 64, 128, 50_176, false),
+];
+
+/// What decides which keys a query sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Path {
+    /// Documents and window.
+    Varlen,
+    /// A dense mask.
+    Masked,
+}
+
 /// Shared memory a block may have on a card whose SM holds several blocks of the large kernels, in bytes.
 const LARGE_SHARED_BYTES: u32 = 160 << 10;
 
@@ -76,17 +105,21 @@ pub(super) struct KernelSet {
 impl KernelSet {
     /// The best kernels for heads of `head_dim` in GQA groups of `group`, where a block may have `max_shared_bytes`; `None` when the tiled
     /// kernels do not take this head size.
-    pub fn choose(head_dim: usize, group: usize, max_shared_bytes: u32) -> Option<Self> {
+    pub fn choose(path: Path, head_dim: usize, group: usize, max_shared_bytes: u32) -> Option<Self> {
         if head_dim == 0 || !head_dim.is_multiple_of(8) {
             return None;
         }
-        let padded = [64, 96, 128].into_iter().find(|&size| head_dim <= size)?;
+        let (sizes, forward, query, key): (&[usize], &[Kernel], &[Kernel], &[Kernel]) = match path {
+            Path::Varlen => (&[64, 96, 128], &FORWARD, &QUERY, &KEY),
+            Path::Masked => (&[64, 128], &MASKED_FORWARD, &MASKED_QUERY, &MASKED_KEY),
+        };
+        let padded = sizes.iter().copied().find(|&size| head_dim <= size)?;
         let large = max_shared_bytes >= LARGE_SHARED_BYTES;
         let best = |kernels: &[Kernel]| {
             let fits = |k: &&Kernel| k.head_dim == padded && group.is_multiple_of(k.heads) && (large || !k.large);
             kernels.iter().find(fits).copied()
         };
-        Some(Self { forward: best(&FORWARD)?, query: best(&QUERY)?, key: best(&KEY)? })
+        Some(Self { forward: best(forward)?, query: best(query)?, key: best(key)? })
     }
 
     /// All three.
@@ -113,11 +146,16 @@ mod tests {
         for pair in lines.windows(2).filter(|pair| pair[0].starts_with("using ") && pair[0].contains('<')) {
             let (shape, arguments) = pair[0].split_once(" = ").unwrap().1.split_once('<').unwrap();
             let name = pair[1].split_once(") ").unwrap().1.split_once('(').unwrap().0;
-            let n: Vec<usize> = arguments
+            let mut n: Vec<usize> = arguments
                 .trim_end_matches(">;")
                 .split(", ")
                 .map(|x| x.parse().unwrap_or(usize::from(x == "true")))
                 .collect();
+            // The last argument, false where it is left out, says whether a dense mask decides.
+            let masked = n.len() == if shape == "ForwardShape" { 8 } else { 9 };
+            if masked {
+                assert_eq!(n.pop(), Some(1), "{name}");
+            }
             // Values of a row in shared memory: whole lines of 128 bytes.
             let pitch = if n[0] <= 64 { 64 } else { 128 };
             let (heads, rows, warps, values, extra) = match (shape, &n[..]) {
@@ -133,14 +171,19 @@ mod tests {
                 }
                 ("KeyShape", &[_, rows, step, _, stages, warps, k, v]) => {
                     let (stream, kept) = (2 * stages * step, 2 - k - v);
-                    (1, rows, warps, kept * rows + stream.max((2 - kept) * rows), 4 * stages * 3 * step)
+                    // lse, D, and the first key of a query row or the mask of the tile's keys.
+                    let numbers = 2 + if masked { rows / 32 } else { 1 };
+                    (1, rows, warps, kept * rows + stream.max((2 - kept) * rows), 4 * stages * numbers * step)
                 }
                 other => panic!("{other:?}"),
             };
-            let table: &[Kernel] = match shape {
-                "ForwardShape" => &FORWARD,
-                "QueryShape" => &QUERY,
-                _ => &KEY,
+            let table: &[Kernel] = match (shape, masked) {
+                ("ForwardShape", false) => &FORWARD,
+                ("ForwardShape", true) => &MASKED_FORWARD,
+                ("QueryShape", false) => &QUERY,
+                ("QueryShape", true) => &MASKED_QUERY,
+                (_, false) => &KEY,
+                (_, true) => &MASKED_KEY,
             };
             let found = table.iter().find(|kernel| kernel.name == name).unwrap_or_else(|| panic!("{name}"));
             let shared = (2 * values * pitch + extra) as u32;
@@ -151,18 +194,22 @@ mod tests {
             );
             seen += 1;
         }
-        assert_eq!(seen, FORWARD.len() + QUERY.len() + KEY.len());
+        let masked = MASKED_FORWARD.len() + MASKED_QUERY.len() + MASKED_KEY.len();
+        assert_eq!(seen, FORWARD.len() + QUERY.len() + KEY.len() + masked);
     }
 
     #[test]
     fn every_head_size_and_group_has_kernels_that_fit() {
         for head_dim in (8..=128).step_by(8) {
             for group in 1..=16 {
-                for max_shared_bytes in [99 << 10, 163 << 10, 227 << 10] {
-                    let set = KernelSet::choose(head_dim, group, max_shared_bytes).unwrap();
+                for (path, max_shared_bytes) in [Path::Varlen, Path::Masked]
+                    .into_iter()
+                    .flat_map(|path| [99 << 10, 163 << 10, 227 << 10].map(|bytes| (path, bytes)))
+                {
+                    let set = KernelSet::choose(path, head_dim, group, max_shared_bytes).unwrap();
                     for kernel in set.each() {
-                        // A kilobyte for what the kernels hold statically.
-                        assert!(kernel.shared_bytes + 1024 <= max_shared_bytes, "{kernel:?}");
+                        // Room for what the kernels hold statically: row statistics, and two places for 128 keys of the mask.
+                        assert!(kernel.shared_bytes + (6 << 10) <= max_shared_bytes, "{kernel:?}");
                         assert!(group % kernel.heads == 0 && head_dim <= kernel.head_dim, "{kernel:?}");
                     }
                     assert!(QUERY_HEIGHTS.contains(&set.forward.rows) && QUERY_HEIGHTS.contains(&set.query.rows));
@@ -170,10 +217,19 @@ mod tests {
                 }
             }
         }
-        assert_eq!(KernelSet::choose(136, 1, 227 << 10), None);
-        assert_eq!(KernelSet::choose(20, 1, 227 << 10), None);
-        assert_eq!(KernelSet::choose(128, 4, 227 << 10).unwrap().forward.name, "attention_forward_d128_h4");
-        assert_eq!(KernelSet::choose(128, 4, 99 << 10).unwrap().forward.name, "attention_forward_d128_h4_small");
-        assert_eq!(KernelSet::choose(64, 3, 99 << 10).unwrap().query.name, "attention_backward_query_d64");
+        assert_eq!(KernelSet::choose(Path::Masked, 136, 1, 227 << 10), None);
+        assert_eq!(KernelSet::choose(Path::Varlen, 20, 1, 227 << 10), None);
+        assert_eq!(
+            KernelSet::choose(Path::Varlen, 128, 4, 227 << 10).unwrap().forward.name,
+            "attention_forward_d128_h4"
+        );
+        assert_eq!(
+            KernelSet::choose(Path::Varlen, 128, 4, 99 << 10).unwrap().forward.name,
+            "attention_forward_d128_h4_small"
+        );
+        assert_eq!(
+            KernelSet::choose(Path::Varlen, 64, 3, 99 << 10).unwrap().query.name,
+            "attention_backward_query_d64"
+        );
     }
 }

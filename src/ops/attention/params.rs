@@ -27,6 +27,8 @@ pub(super) struct ForwardParams {
     pub num_query_tiles: u64,
     /// i32 [T], first key that each row sees.
     pub first_key: u64,
+    /// u32 [T, mask_stride], the dense mask of masked kernels; 0 for the others.
+    pub mask: u64,
     pub q_stride: i32,
     pub k_stride: i32,
     pub v_stride: i32,
@@ -36,12 +38,15 @@ pub(super) struct ForwardParams {
     pub head_dim: i32,
     /// σ.
     pub scale: f32,
+    /// Words, a multiple of 4.
+    pub mask_stride: i32,
 }
 
-const _: () = assert!(size_of::<ForwardParams>() == 104);
-const _: () = assert!(offset_of!(ForwardParams, q_stride) == 72 && offset_of!(ForwardParams, scale) == 100);
+const _: () = assert!(size_of::<ForwardParams>() == 120);
+const _: () = assert!(offset_of!(ForwardParams, q_stride) == 80 && offset_of!(ForwardParams, mask_stride) == 112);
 
-/// Parameters of `attention_backward_*`. The query kernel runs first, then the key kernel, then (with sinks) the kernel that sums them.
+/// Parameters of `attention_backward_*`. The query kernel runs first, then the key kernel, then (with `d_sinks`) the kernel that adds the
+/// sinks' parts.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub(super) struct BackwardParams {
@@ -67,9 +72,9 @@ pub(super) struct BackwardParams {
     pub dv: u64,
     /// f32 [Hq] sink logits, or 0.
     pub sinks: u64,
-    /// f32 [query tiles, Hq] scratch, unused without sinks.
+    /// f32 [query tiles, Hq] scratch, unused without `d_sinks`.
     pub sink_partials: u64,
-    /// f32 [Hq], written by the sinks' kernel, unused without sinks.
+    /// f32 [Hq], added to by the sinks' kernel; 0 when no such gradient is wanted.
     pub d_sinks: u64,
     /// Query tiles of the query kernel's height, longest first.
     pub query_tiles: u64,
@@ -81,6 +86,8 @@ pub(super) struct BackwardParams {
     pub num_key_tiles: u64,
     /// i32 [T], first key that each row sees.
     pub first_key: u64,
+    /// u32 [T, mask_stride], the dense mask of masked kernels; 0 for the others.
+    pub mask: u64,
     pub q_stride: i32,
     pub k_stride: i32,
     pub v_stride: i32,
@@ -96,7 +103,9 @@ pub(super) struct BackwardParams {
     pub scale: f32,
     /// T.
     pub num_tokens: i32,
+    /// Words, a multiple of 4.
+    pub mask_stride: i32,
 }
 
-const _: () = assert!(size_of::<BackwardParams>() == 200);
-const _: () = assert!(offset_of!(BackwardParams, q_stride) == 144 && offset_of!(BackwardParams, num_tokens) == 192);
+const _: () = assert!(size_of::<BackwardParams>() == 208);
+const _: () = assert!(offset_of!(BackwardParams, q_stride) == 152 && offset_of!(BackwardParams, mask_stride) == 204);

@@ -1,12 +1,13 @@
 //! Work lists of packed attention: which rows meet which, built once per batch and window.
 
-use super::work_list::{self, Side};
+use super::mask::DenseMask;
+use super::work_list::{self, Reach, Side};
 use crate::tensor::{Device, Indices, MemoryCategory};
 
 /// Rows of one tile.
 pub const TILE_ROWS: usize = 64;
 
-/// A run of rows inside one document, with the rows of the other side that it meets.
+/// A run of rows (with work by documents: inside one), with the rows of the other side that it meets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tile {
     /// First row of the tile in the batch.
@@ -19,7 +20,7 @@ pub struct Tile {
     pub other_end: usize,
 }
 
-/// The tiles of a packed batch for one window.
+/// The tiles of a packed batch for one window: by its documents, or, with a dense mask, the whole square of its rows.
 #[derive(Debug)]
 pub struct TileList {
     /// Query tiles in the order of their rows; together they cover every row once.
@@ -33,6 +34,8 @@ pub struct TileList {
     bounds: Option<Indices>,
     /// On a GPU, what the tiled kernels read (see `work_list`).
     work: Option<Indices>,
+    /// On the masked path: which pairs count.
+    mask: Option<DenseMask>,
 }
 
 impl TileList {
@@ -51,7 +54,27 @@ impl TileList {
             }
         }
         let total_tokens = cu_seqlens.last().map_or(0, |&end| end as usize);
-        Self { query_tiles, key_tiles, window, total_tokens, bounds: None, work: None }
+        Self { query_tiles, key_tiles, window, total_tokens, bounds: None, work: None, mask: None }
+    }
+
+    /// For the masked path: every tile of the T×T square, and a dense mask that says which of its pairs count, built on the device. Attention
+    /// gives the same as with [`Self::on_device`], up to the order of sums, but does work for pairs that no one sees.
+    pub fn masked(device: &Device, cu_seqlens: &[i32], window: Option<usize>) -> Self {
+        let total = cu_seqlens.last().map_or(0, |&end| end as usize);
+        let tiles: Vec<Tile> = (0..total)
+            .step_by(TILE_ROWS)
+            .map(|start| Tile { start, end: (start + TILE_ROWS).min(total), other_start: 0, other_end: total })
+            .collect();
+        let mut list = Self { query_tiles: tiles.clone(), key_tiles: tiles, ..Self::new(&[0, total as i32], window) };
+        list.mask = Some(match device {
+            Device::Cpu(_) => DenseMask::on_host(device, cu_seqlens, list.window),
+            Device::Cuda(gpu) => {
+                let work = work_list::build(cu_seqlens, list.window, Reach::Square);
+                let work = list.work.insert(device.indices(MemoryCategory::Metadata, work));
+                DenseMask::on_gpu(device, gpu, total, work.pointer())
+            }
+        });
+        list
     }
 
     /// Builds the lists and uploads what the device's kernels read of them.
@@ -62,13 +85,18 @@ impl TileList {
             let starts = documents().flat_map(|w| (w[0]..w[1]).map(|_| w[0]));
             let ends = documents().flat_map(|w| (w[0]..w[1]).map(|_| w[1]));
             list.bounds = Some(device.indices(MemoryCategory::Metadata, starts.chain(ends).collect()));
-            let work = work_list::build(cu_seqlens, list.window);
+            let work = work_list::build(cu_seqlens, list.window, Reach::Documents);
             list.work = Some(device.indices(MemoryCategory::Metadata, work));
         }
         list
     }
 
-    /// Address of the document bounds of every row, on a GPU.
+    /// The dense mask of the masked path.
+    pub fn mask(&self) -> Option<&DenseMask> {
+        self.mask.as_ref()
+    }
+
+    /// Address of the document bounds of every row, on a GPU; 0 with a dense mask.
     pub(super) fn bounds_pointer(&self) -> u64 {
         self.bounds.as_ref().map_or(0, Indices::pointer)
     }
@@ -95,22 +123,30 @@ impl TileList {
         (self.query_tiles.len() + self.key_tiles.len()) * size_of::<Tile>()
     }
 
-    /// Whether row `query` sees row `key` of the same document.
+    /// On the CPU: whether row `query` sees row `key`, of the same document where there is no dense mask.
     #[inline]
     pub fn sees(&self, query: usize, key: usize) -> bool {
-        key <= query && query - key < self.window
+        match &self.mask {
+            Some(mask) => mask.sees(query, key),
+            None => key <= query && query - key < self.window,
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ops::testing::cpu;
 
     #[test]
     fn tiles_cover_exactly_the_pairs_of_the_dense_mask() {
-        for window in [None, Some(1), Some(2), Some(63), Some(64), Some(65), Some(200)] {
+        let windows = [None, Some(1), Some(2), Some(63), Some(64), Some(65), Some(200)];
+        for (window, masked) in windows.into_iter().flat_map(|window| [(window, false), (window, true)]) {
             let cu_seqlens = [0, 1, 1, 130, 258, 259];
-            let list = TileList::new(&cu_seqlens, window);
+            let list = match masked {
+                false => TileList::new(&cu_seqlens, window),
+                true => TileList::masked(&cpu(1), &cu_seqlens, window),
+            };
             let mut by_query = vec![0u8; 259 * 259];
             let mut by_key = vec![0u8; 259 * 259];
             for tile in &list.query_tiles {
@@ -133,7 +169,7 @@ mod tests {
                 assert_eq!(
                     (by_query[q * 259 + k], by_key[q * 259 + k]),
                     (u8::from(dense), u8::from(dense)),
-                    "{window:?} {q} {k}"
+                    "{window:?} {masked} {q} {k}"
                 );
             }
         }

@@ -80,25 +80,48 @@ fn cut(cu_seqlens: &[i32], height: usize) -> Vec<(usize, usize)> {
     tiles
 }
 
-/// Builds the buffer from `cu_seqlens` [num_seqs + 1]. `window` counts the query itself; `usize::MAX` is full attention.
-pub(super) fn build(cu_seqlens: &[i32], window: usize) -> Vec<i32> {
-    let total = cu_seqlens.last().map_or(0, |&end| end as usize);
-    let documents = || cu_seqlens.windows(2).map(|bounds| (bounds[0] as usize, bounds[1] as usize));
-    let first_key: Vec<usize> = documents()
+/// What rows a tile meets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Reach {
+    /// Those that documents and window let it see.
+    Documents,
+    /// All: a dense mask decides.
+    Square,
+}
+
+fn documents(cu_seqlens: &[i32]) -> impl Iterator<Item = (usize, usize)> {
+    cu_seqlens.windows(2).map(|bounds| (bounds[0] as usize, bounds[1] as usize))
+}
+
+/// The first key that each row sees [T], from `cu_seqlens` [num_seqs + 1]. `window` counts the query itself; `usize::MAX` is full attention.
+pub(super) fn first_keys(cu_seqlens: &[i32], window: usize) -> Vec<usize> {
+    documents(cu_seqlens)
         .flat_map(|(start, end)| (start..end).map(move |row| (row + 1).saturating_sub(window).max(start)))
-        .collect();
+        .collect()
+}
+
+/// Builds the buffer from `cu_seqlens` and `window` as [`first_keys`] takes them.
+pub(super) fn build(cu_seqlens: &[i32], window: usize, reach: Reach) -> Vec<i32> {
+    let total = cu_seqlens.last().map_or(0, |&end| end as usize);
+    let first_key = first_keys(cu_seqlens, window);
     // One past the last query that sees each row as a key.
-    let query_end: Vec<usize> =
-        documents().flat_map(|(start, end)| (start..end).map(move |row| row.saturating_add(window).min(end))).collect();
+    let query_end: Vec<usize> = documents(cu_seqlens)
+        .flat_map(|(start, end)| (start..end).map(move |row| row.saturating_add(window).min(end)))
+        .collect();
 
     let mut buffer: Vec<i32> = first_key.iter().map(|&key| key as i32).collect();
     for (side, height) in lists() {
         let place = place(side, height, total);
-        let mut tiles: Vec<[usize; TILE_LEN]> = cut(cu_seqlens, height)
+        let runs = match reach {
+            Reach::Documents => cut(cu_seqlens, height),
+            Reach::Square => cut(&[0, total as i32], height),
+        };
+        let mut tiles: Vec<[usize; TILE_LEN]> = runs
             .into_iter()
-            .map(|(start, end)| match side {
-                Side::Query => [start, end, first_key[start], end],
-                Side::Key => [start, end, start, query_end[end - 1]],
+            .map(|(start, end)| match (reach, side) {
+                (Reach::Documents, Side::Query) => [start, end, first_key[start], end],
+                (Reach::Documents, Side::Key) => [start, end, start, query_end[end - 1]],
+                (Reach::Square, _) => [start, end, 0, total],
             })
             .collect();
         // Longest first, so that no long tile starts when the others are nearly done.
@@ -130,7 +153,7 @@ mod tests {
         for window in [usize::MAX, 1, 2, 63, 64, 65, 200] {
             let cu_seqlens = [0, 1, 1, 2, 40, 171, 300, 301, 429];
             let total = 429;
-            let buffer = build(&cu_seqlens, window);
+            let buffer = build(&cu_seqlens, window, Reach::Documents);
             let document = |row: usize| cu_seqlens.iter().filter(|&&start| start as usize <= row).count();
             let dense = |q: usize, k: usize| document(q) == document(k) && k <= q && q - k < window;
             let sees = |q: usize, k: usize| k <= q && buffer[q] as usize <= k;
@@ -158,14 +181,31 @@ mod tests {
     }
 
     #[test]
+    fn tiles_of_the_square_are_aligned_and_meet_every_row() {
+        for total in [1, 63, 300] {
+            let buffer = build(&[0, 1, total], 5, Reach::Square);
+            for (side, height) in lists() {
+                let mut tiles = tiles(&buffer, side, height, total as usize);
+                tiles.sort_unstable();
+                assert_eq!(tiles.len(), (total as usize).div_ceil(height));
+                for (i, [start, end, other_start, other_end]) in tiles.into_iter().enumerate() {
+                    // Masked key kernels read the words of a tile's keys as one piece.
+                    assert_eq!((start, other_start, other_end), (i * height, 0, total as usize));
+                    assert_eq!(end, (start + height).min(total as usize));
+                }
+            }
+        }
+    }
+
+    #[test]
     fn one_token_documents_share_tiles_and_the_lists_never_outgrow_their_room() {
         let ones: Vec<i32> = (0..=8000).collect();
-        let buffer = build(&ones, usize::MAX);
+        let buffer = build(&ones, usize::MAX, Reach::Documents);
         assert_eq!(tiles(&buffer, Side::Query, 128, 8000).len(), 63);
         // One row more than a tile, again and again: the worst case for the number of tiles.
         for height in [16, 32, 64, 128] {
             let awkward: Vec<i32> = (0..50).map(|i| i * (height + 1)).collect();
-            let buffer = build(&awkward, usize::MAX);
+            let buffer = build(&awkward, usize::MAX, Reach::Documents);
             for (side, height) in lists() {
                 tiles(&buffer, side, height, *awkward.last().unwrap() as usize);
             }

@@ -328,6 +328,7 @@ mod tests {
                 ("method.layers_to_transform", "[0, 2]"),
                 ("optimizer.lr", "1e-3"),
                 ("train.activations", "keep"),
+                ("train.attention", "masked"),
                 ("data.path", "/abs/d.txt"),
             ],
         )
@@ -337,6 +338,7 @@ mod tests {
         assert_eq!(config.method.layers_to_transform, [0, 2]);
         assert_eq!(config.optimizer.lr, 1e-3);
         assert_eq!(config.train.activations, crate::train::config::Activations::Keep);
+        assert_eq!(config.train.attention, crate::train::config::AttentionPath::Masked);
         assert_eq!(config.data.path, Path::new("/abs/d.txt"));
         assert_eq!(
             error(BASE, &[("method.lora_alpa", "8"), ("train.threads", "two")]),

@@ -4,7 +4,7 @@ use super::*;
 use crate::model::transformer::Transformer;
 use crate::session::support;
 use crate::tensor::device::Device;
-use crate::train::config::{Activations, OptimizerConfig, Precision};
+use crate::train::config::{Activations, AttentionPath, OptimizerConfig, Precision};
 use crate::train::trainer::{Trainer, TrainerSetup};
 
 #[test]
@@ -40,6 +40,7 @@ fn trainable_weights_are_those_the_trainer_trains() {
             method: method.clone(),
             optimizer: OptimizerConfig::default(),
             activations: Activations::Keep,
+            attention: AttentionPath::Varlen,
             seed: 0,
             total_steps: 1,
         };

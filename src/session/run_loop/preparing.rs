@@ -87,6 +87,7 @@ pub(super) fn prepare(context: &RunContext) -> Result<Option<Prepared>> {
             method: config.method.clone(),
             optimizer: config.optimizer.clone(),
             activations: config.train.activations,
+            attention: config.train.attention,
             seed: config.seed,
             total_steps,
         },
