@@ -40,16 +40,19 @@ extern "C" __global__ void __launch_bounds__(32 * ROWS_A_BLOCK) qk_norm_forward(
     for (int i = 0; i < HEADS_A_LANE; ++i) {
         const int head = lanes.head(i);
         Pairs value = packed[i].unpack();
-        const Pairs weight = lanes.load(head < q_heads ? q_weight : k_weight, half, true).unpack();
+        const PackedPairs weight = lanes.load(head < q_heads ? q_weight : k_weight, half, true);
         const float r = rstd_of(lanes, value, half, eps);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            // The normalized value is rounded before it meets the weight, as Transformers does.
-            value.low[j] = rounded(rounded(value.low[j] * r) * weight.low[j]);
-            value.high[j] = rounded(rounded(value.high[j] * r) * weight.high[j]);
+        for (int j = 0; j < 4; ++j) value.low[j] *= r, value.high[j] *= r;
+        // The normalized value is rounded before it meets the weight, as Transformers does.
+        PackedPairs y_pairs(value);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            y_pairs.low[j] = __hmul2_rn(y_pairs.low[j], weight.low[j]);
+            y_pairs.high[j] = __hmul2_rn(y_pairs.high[j], weight.high[j]);
         }
-        rotate(value, angles, 1.0f);
-        lanes.store(to + head * 2 * half, half, value, head < q_heads + k_heads);
+        rotate<false>(y_pairs, angles);
+        lanes.store(to + head * 2 * half, half, y_pairs, head < q_heads + k_heads);
     }
 }
 
@@ -74,9 +77,9 @@ extern "C" __global__ void __launch_bounds__(32 * ROWS_A_BLOCK) qk_norm_backward
     for (int i = 0; i < HEADS_A_LANE; ++i) {
         const int head = lanes.head(i);
         const Pairs value = values[i].unpack();
-        Pairs gradient = gradients[i].unpack();
         const Pairs weight = lanes.load(head < q_heads ? q_weight : k_weight, half, true).unpack();
-        rotate(gradient, angles, -1.0f);
+        rotate<true>(gradients[i], angles);
+        Pairs gradient = gradients[i].unpack();
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             gradient.low[j] *= weight.low[j];
@@ -89,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(32 * ROWS_A_BLOCK) qk_norm_backward
             gradient.low[j] = r * gradient.low[j] - value.low[j] * scale;
             gradient.high[j] = r * gradient.high[j] - value.high[j] * scale;
         }
-        lanes.store(to + head * 2 * half, half, gradient, head < q_heads + k_heads);
+        lanes.store(to + head * 2 * half, half, PackedPairs(gradient), head < q_heads + k_heads);
     }
 }
 
@@ -111,8 +114,9 @@ extern "C" __global__ void __launch_bounds__(256) qk_norm_weight_partials(const 
         for (int at = 0; at < heads; at += lanes.slots) {
             const int head = at + lane / lanes.group;
             const Pairs value = lanes.load(x + row * x_stride + head * 2 * half, half, head < heads).unpack();
-            Pairs gradient = lanes.load(dy + row * dy_stride + head * 2 * half, half, head < heads).unpack();
-            rotate(gradient, angles, -1.0f);
+            PackedPairs packed = lanes.load(dy + row * dy_stride + head * 2 * half, half, head < heads);
+            rotate<true>(packed, angles);
+            const Pairs gradient = packed.unpack();
             const float r = rstd_of(lanes, value, half, eps);
 #pragma unroll
             for (int j = 0; j < 4; ++j) {

@@ -10,19 +10,34 @@ constexpr int HEADS_A_LANE = 4;
 /// Rows of a block, a warp each.
 constexpr int ROWS_A_BLOCK = 8;
 
-/// What a lane has of one head: pairs (i, i + half) for four neighbouring i.
+/// What a lane has of one head in f32: pairs (i, i + half) for four neighbouring i.
 struct Pairs {
     float low[4], high[4];
 };
 
-/// As it lies in memory.
+/// The same as it lies in memory.
 struct PackedPairs {
-    uint2 low, high;
+    bf162 low[2], high[2];
 
     __device__ __forceinline__ Pairs unpack() const {
-        const float2 a = unpack_bf16(low.x), b = unpack_bf16(low.y), c = unpack_bf16(high.x), d = unpack_bf16(high.y);
-        return {{a.x, a.y, b.x, b.y}, {c.x, c.y, d.x, d.y}};
+        Pairs pairs;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const float2 low_pair = __bfloat1622float2(low[j]), high_pair = __bfloat1622float2(high[j]);
+            pairs.low[2 * j] = low_pair.x, pairs.low[2 * j + 1] = low_pair.y;
+            pairs.high[2 * j] = high_pair.x, pairs.high[2 * j + 1] = high_pair.y;
+        }
+        return pairs;
     }
+
+    __device__ __forceinline__ explicit PackedPairs(const Pairs& pairs) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            low[j] = __floats2bfloat162_rn(pairs.low[2 * j], pairs.low[2 * j + 1]);
+            high[j] = __floats2bfloat162_rn(pairs.high[2 * j], pairs.high[2 * j + 1]);
+        }
+    }
+    PackedPairs() = default;
 };
 
 /// How a warp shares the heads of its row: `half` / 4 lanes a head, rounded up to a power of two (lanes beyond are idle), so that several heads lie
@@ -48,18 +63,21 @@ struct HeadLanes {
 
     /// This lane's pairs of a head that starts at `from`; zeros unless `there`.
     __device__ __forceinline__ PackedPairs load(const bf16* from, int half, bool there) const {
-        PackedPairs pairs = {};
+        uint2 low = {}, high = {};
         if (there && active) {
-            pairs.low = *reinterpret_cast<const uint2*>(from + pair);
-            pairs.high = *reinterpret_cast<const uint2*>(from + half + pair);
+            low = *reinterpret_cast<const uint2*>(from + pair);
+            high = *reinterpret_cast<const uint2*>(from + half + pair);
         }
+        PackedPairs pairs;
+        *reinterpret_cast<uint2*>(pairs.low) = low;
+        *reinterpret_cast<uint2*>(pairs.high) = high;
         return pairs;
     }
 
-    __device__ __forceinline__ void store(bf16* to, int half, const Pairs& x, bool there) const {
+    __device__ __forceinline__ void store(bf16* to, int half, const PackedPairs& pairs, bool there) const {
         if (!there || !active) return;
-        *reinterpret_cast<uint2*>(to + pair) = make_uint2(pack_bf16(x.low[0], x.low[1]), pack_bf16(x.low[2], x.low[3]));
-        *reinterpret_cast<uint2*>(to + half + pair) = make_uint2(pack_bf16(x.high[0], x.high[1]), pack_bf16(x.high[2], x.high[3]));
+        *reinterpret_cast<uint2*>(to + pair) = *reinterpret_cast<const uint2*>(pairs.low);
+        *reinterpret_cast<uint2*>(to + half + pair) = *reinterpret_cast<const uint2*>(pairs.high);
     }
 
     /// Sum over the lanes of a head; every lane of the warp must come here.
@@ -69,9 +87,9 @@ struct HeadLanes {
     }
 };
 
-/// Cosines and sines of this lane's pairs at the position of its row.
+/// Cosines and sines of this lane's pairs at the position of its row: the tables hold bf16 values.
 struct Angles {
-    float cos[4], sin[4];
+    bf162 cos[2], sin[2];
 
     __device__ __forceinline__ Angles(const HeadLanes& lanes, const float* cos_table, const float* sin_table, int position, int half) {
         float4 c = {}, s = {};
@@ -80,20 +98,21 @@ struct Angles {
             c = *reinterpret_cast<const float4*>(cos_table + at);
             s = *reinterpret_cast<const float4*>(sin_table + at);
         }
-        cos[0] = c.x, cos[1] = c.y, cos[2] = c.z, cos[3] = c.w;
-        sin[0] = s.x, sin[1] = s.y, sin[2] = s.z, sin[3] = s.w;
+        cos[0] = __floats2bfloat162_rn(c.x, c.y), cos[1] = __floats2bfloat162_rn(c.z, c.w);
+        sin[0] = __floats2bfloat162_rn(s.x, s.y), sin[1] = __floats2bfloat162_rn(s.z, s.w);
     }
 };
 
-__device__ __forceinline__ float rounded(float x) { return to_float(to_bf16(x)); }
-
-/// Turns every pair by its angle (sign 1) or back (sign −1). Each product is rounded before the sum, as bf16 arithmetic in Transformers does.
-__device__ __forceinline__ void rotate(Pairs& x, const Angles& angles, float sign) {
+/// Turns every pair by its angle, or back. Each product is rounded before the sum, as bf16 arithmetic in Transformers does: none of these
+/// operations may be contracted.
+template <bool BACK>
+__device__ __forceinline__ void rotate(PackedPairs& x, const Angles& angles) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        const float c = angles.cos[j], s = sign * angles.sin[j], a = x.low[j], b = x.high[j];
-        x.low[j] = rounded(rounded(a * c) - rounded(b * s));
-        x.high[j] = rounded(rounded(b * c) + rounded(a * s));
+    for (int j = 0; j < 2; ++j) {
+        const bf162 low_cos = __hmul2_rn(x.low[j], angles.cos[j]), low_sin = __hmul2_rn(x.low[j], angles.sin[j]);
+        const bf162 high_cos = __hmul2_rn(x.high[j], angles.cos[j]), high_sin = __hmul2_rn(x.high[j], angles.sin[j]);
+        x.low[j] = BACK ? __hadd2_rn(low_cos, high_sin) : __hsub2_rn(low_cos, high_sin);
+        x.high[j] = BACK ? __hsub2_rn(high_cos, low_sin) : __hadd2_rn(high_cos, low_sin);
     }
 }
 

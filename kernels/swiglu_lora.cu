@@ -1,8 +1,9 @@
 //! Backward of SwiGLU and of the adapters around it in one pass over memory: CUDA form of src/ops/swiglu_lora.rs.
 //!
-//! A block has TI columns and walks down its share of the rows, TT at a time: it makes act, the gradients of gate and up, writes the latter where
-//! gate and up were, and keeps the tiles of all three in shared memory for the six small products on tensor cores. Products over rows (dA, dB) stay
-//! in registers to the end; those over columns (z, dz) leave a partial sum for every tile. A second kernel adds the partial sums in their order.
+//! A block has TI columns and walks down its share of the rows, TT at a time, the next tile on its way while it works on one: it makes act and the
+//! gradients of gate and up in the tile's place, writes the latter where gate and up were, and takes the six small products on tensor cores.
+//! Products over rows (dA, dB) stay in registers to the end; those over columns (z, dz) leave a partial sum for every tile. A second kernel adds the
+//! partial sums in their order.
 
 #include "adapter.cuh"
 #include "swiglu.cuh"
@@ -36,24 +37,46 @@ static_assert(sizeof(SwigluLoraParams) == 13 * 8 + 8 * 8 + 8 * 4, "size of Swigl
 
 namespace {
 
-constexpr int THREADS = 256, WARPS = THREADS / WARP, TT = 32;
+constexpr int THREADS = 256, WARPS = THREADS / WARP, TT = 16;
 
 template <int R, int TI>
 __device__ __forceinline__ void backward(const SwigluLoraParams& p) {
     // Rows of odd multiples of 16 bytes: eight that ldmatrix reads together lie in different banks.
     constexpr int PITCH = TI + 8, Z_PITCH = R + 8;
-    constexpr int VECTORS = TI / 8, PER_THREAD = TT * VECTORS / THREADS, Z_VECTORS = 3 * TT * R / 8;
+    constexpr int VECTORS = TI / 8, Z_VECTORS = 3 * TT * R / 8;
     constexpr int WARP_COLUMNS = TI / WARPS, MT = WARP_COLUMNS / 16, NT = R / 8;
-    static_assert(MT * 16 == WARP_COLUMNS && PER_THREAD * THREADS == TT * VECTORS && PER_THREAD % 2 == 0 && R % 16 == 0, "whole pieces");
+    static_assert(MT * 16 == WARP_COLUMNS && TT * VECTORS % THREADS == 0 && TT == 16 && R % 16 == 0, "whole pieces");
     extern __shared__ __align__(16) unsigned char shared_memory[];
-    bf16(*const tiles)[TT * PITCH] = reinterpret_cast<bf16(*)[TT * PITCH]>(shared_memory);
-    bf16(*const weights)[R * PITCH] = reinterpret_cast<bf16(*)[R * PITCH]>(tiles + 3);
-    bf16(*const zs)[TT * Z_PITCH] = reinterpret_cast<bf16(*)[TT * Z_PITCH]>(weights + 3);
+    // d_act, gate, up; then act and the gradients of gate and up.
+    bf16(*const tiles)[3][TT * PITCH] = reinterpret_cast<bf16(*)[3][TT * PITCH]>(shared_memory);
+    bf16(*const zs)[3][TT * Z_PITCH] = reinterpret_cast<bf16(*)[3][TT * Z_PITCH]>(tiles + 2);
+    bf16(*const weights)[R * PITCH] = reinterpret_cast<bf16(*)[R * PITCH]>(zs + 2);
 
     const int first_column = blockIdx.x * TI, first_row = blockIdx.y * p.rows_per_block;
     const int last_row = min(first_row + p.rows_per_block, p.rows);
     const int warp = threadIdx.x / WARP;
 
+    const auto load = [&](int stage, int row) {
+#pragma unroll
+        for (int i = threadIdx.x; i < TT * VECTORS; i += THREADS) {
+            const int t = i / VECTORS, column = i % VECTORS * 8, at = t * PITCH + column;
+            const bool there = row + t < last_row && first_column + column < p.inner;
+            const bf16* gate = there ? p.gate_up + (row + t) * p.gate_up_stride + first_column + column : p.gate_up;
+            const bf16* d_act = there ? p.d_act + (row + t) * p.d_act_stride + first_column + column : p.d_act;
+            cp_async_16(&tiles[stage][0][at], d_act, there);
+            cp_async_16(&tiles[stage][1][at], gate, there);
+            cp_async_16(&tiles[stage][2][at], there ? gate + p.inner : gate, there);
+        }
+        for (int i = threadIdx.x; i < Z_VECTORS; i += THREADS) {
+            const int which = i / (TT * R / 8), t = i / (R / 8) % TT, n = i % (R / 8) * 8;
+            const bool there = row + t < last_row && n < p.r;
+            const bf16* from = which == 0 ? p.dz_down + (row + t) * p.dz_down_stride + n
+                                          : p.z + (row + t) * p.z_stride + (which - 1) * p.r + n;
+            cp_async_16(&zs[stage][which][t * Z_PITCH + n], there ? from : p.z, there);
+        }
+        cp_async_commit();
+    };
+    load(0, first_row);
     // A of the down projection, and B of gate and up transposed: [R, TI] each, zeros where there is none.
     for (int i = threadIdx.x; i < R * TI; i += THREADS) {
         const int n = i / TI, column = i % TI;
@@ -68,75 +91,49 @@ __device__ __forceinline__ void backward(const SwigluLoraParams& p) {
     }
 
     float sums[3][MT][NT][4] = {};
-    for (int row = first_row; row < last_row; row += TT) {
+    int stage = 0;
+    for (int row = first_row; row < last_row; row += TT, stage ^= 1) {
+        cp_async_wait<0>();
+        // The tile is here, and every warp is done with the one before it.
+        __syncthreads();
+        if (row + TT < last_row) load(stage ^ 1, row + TT);
+        auto& tile = tiles[stage];
 #pragma unroll
-        for (int i = threadIdx.x; i < Z_VECTORS; i += THREADS) {
-            const int which = i / (TT * R / 8), t = i / (R / 8) % TT, n = i % (R / 8) * 8;
-            Bf16x8 value = {};
-            if (row + t < last_row && n < p.r) {
-                const bf16* from = which == 0 ? p.dz_down + (row + t) * p.dz_down_stride + n
-                                              : p.z + (row + t) * p.z_stride + (which - 1) * p.r + n;
-                value = *reinterpret_cast<const Bf16x8*>(from);
+        for (int i = threadIdx.x; i < TT * VECTORS; i += THREADS) {
+            const int t = i / VECTORS, column = i % VECTORS * 8, at = t * PITCH + column;
+            Bf16x8 packed[3];
+            float e[8], g[8], d[8], act[8];
+#pragma unroll
+            for (int which = 0; which < 3; ++which) packed[which] = *reinterpret_cast<const Bf16x8*>(&tile[which][at]);
+            packed[0].unpack(d);
+            packed[1].unpack(e);
+            packed[2].unpack(g);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                act[j] = swiglu(e[j], g[j]);
+                swiglu_gradient(d[j], e[j], g[j]);
             }
-            *reinterpret_cast<Bf16x8*>(&zs[which][t * Z_PITCH + n]) = value;
-        }
-        // Two vectors of each at a time: more do not fit the registers.
-#pragma unroll 1
-        for (int k = 0; k < PER_THREAD; k += 2) {
-            Bf16x8 gate[2] = {}, up[2] = {}, d_act[2] = {};
-            int t[2], column[2];
-            bool there[2];
+            packed[0].pack(act);
+            packed[1].pack(e);
+            packed[2].pack(g);
 #pragma unroll
-            for (int u = 0; u < 2; ++u) {
-                const int i = threadIdx.x + (k + u) * THREADS;
-                t[u] = i / VECTORS, column[u] = i % VECTORS * 8;
-                there[u] = row + t[u] < last_row && first_column + column[u] < p.inner;
-                if (there[u]) {
-                    const bf16* from = p.gate_up + (row + t[u]) * p.gate_up_stride + first_column + column[u];
-                    gate[u] = *reinterpret_cast<const Bf16x8*>(from);
-                    up[u] = *reinterpret_cast<const Bf16x8*>(from + p.inner);
-                    d_act[u] = *reinterpret_cast<const Bf16x8*>(p.d_act + (row + t[u]) * p.d_act_stride + first_column + column[u]);
-                }
-            }
-#pragma unroll
-            for (int u = 0; u < 2; ++u) {
-                float e[8], g[8], d[8], act[8];
-                gate[u].unpack(e);
-                up[u].unpack(g);
-                d_act[u].unpack(d);
-#pragma unroll
-                for (int j = 0; j < 8; ++j) {
-                    act[j] = swiglu(e[j], g[j]);
-                    swiglu_gradient(d[j], e[j], g[j]);
-                }
-                d_act[u].pack(act);
-                gate[u].pack(e);
-                up[u].pack(g);
-                const int at = t[u] * PITCH + column[u];
-                *reinterpret_cast<Bf16x8*>(&tiles[0][at]) = d_act[u];
-                *reinterpret_cast<Bf16x8*>(&tiles[1][at]) = gate[u];
-                *reinterpret_cast<Bf16x8*>(&tiles[2][at]) = up[u];
-                if (there[u]) {
-                    bf16* to = p.gate_up + (row + t[u]) * p.gate_up_stride + first_column + column[u];
-                    *reinterpret_cast<Bf16x8*>(to) = gate[u];
-                    *reinterpret_cast<Bf16x8*>(to + p.inner) = up[u];
-                }
+            for (int which = 0; which < 3; ++which) *reinterpret_cast<Bf16x8*>(&tile[which][at]) = packed[which];
+            if (row + t < last_row && first_column + column < p.inner) {
+                bf16* to = p.gate_up + (row + t) * p.gate_up_stride + first_column + column;
+                *reinterpret_cast<Bf16x8*>(to) = packed[1];
+                *reinterpret_cast<Bf16x8*>(to + p.inner) = packed[2];
             }
         }
         __syncthreads();
-
-        // Over the rows, each warp its own columns; then over the columns, a warp for each product and sixteen rows.
+        // Over the rows, each warp its own columns; then over the columns, a warp for each product.
 #pragma unroll
         for (int which = 0; which < 3; ++which)
-            add_over_rows<TT, PITCH, Z_PITCH>(sums[which], &tiles[which][warp * WARP_COLUMNS], zs[which]);
-        if (warp < 3 * TT / 16) {
-            const int which = warp % 3, first = warp / 3 * 16;
+            add_over_rows<TT, PITCH, Z_PITCH>(sums[which], &tile[which][warp * WARP_COLUMNS], zs[stage][which]);
+        if (warp < 3) {
             float sum[NT][4] = {};
-            add_over_columns<TI, PITCH>(sum, &tiles[which][first * PITCH], weights[which]);
-            float* to = p.row_partials + (int64_t(blockIdx.x) * 3 + which) * p.rows * R;
-            store_row_sums<R>(to, sum, row + first, last_row);
+            add_over_columns<TI, PITCH>(sum, tile[warp], weights[warp]);
+            store_row_sums<R>(p.row_partials + (int64_t(blockIdx.x) * 3 + warp) * p.rows * R, sum, row, last_row);
         }
-        __syncthreads();
     }
 
 #pragma unroll

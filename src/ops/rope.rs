@@ -104,7 +104,7 @@ fn rotate(device: &Device, mut x: ViewMut<'_>, table: &RopeTable, position_ids: 
                 heads as i32,
                 half as i32,
                 stride as i64,
-                sign
+                i32::from(sign < 0.0)
             ];
             gpu.launch("rope", head_launch(x.rows(), heads, half), args);
         }

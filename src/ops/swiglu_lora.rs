@@ -18,8 +18,9 @@ const KERNELS: [Kernel; 2] = [
     Kernel { rank: 32, name: "swiglu_lora_r32", finish: "swiglu_lora_finish_r32", columns: 128 },
 ];
 
-/// Rows of a block's tile.
-const TILE_ROWS: usize = 32;
+/// Rows of a block's tile, and tiles in flight.
+const TILE_ROWS: usize = 16;
+const STAGES: usize = 2;
 /// Threads of a block.
 const THREADS: u32 = 256;
 /// Blocks that a multiprocessor holds at once.
@@ -34,10 +35,10 @@ struct Kernel {
 }
 
 impl Kernel {
-    /// Tiles of act and of both gradients, three slices of adapters, and three of z, in rows with 16 bytes behind them.
+    /// Tiles of act and of both gradients, three slices of adapters, and three of z; 16 bytes lie behind every row.
     fn shared_bytes(&self) -> u32 {
-        let values = 3 * (TILE_ROWS + self.rank) * (self.columns + 8) + 3 * TILE_ROWS * (self.rank + 8);
-        (values * 2) as u32
+        let (rows, pitch, z_pitch) = (STAGES * TILE_ROWS, self.columns + 8, self.rank + 8);
+        (2 * 3 * ((rows + self.rank) * pitch + rows * z_pitch)) as u32
     }
 }
 
