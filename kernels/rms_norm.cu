@@ -14,15 +14,20 @@ __device__ __forceinline__ float row_sum(float x, float* shared) {
     return WARP_ROW ? warp_sum(x) : block_sum(x, shared);
 }
 
-/// Eight values of a row, normalized: rounded before they meet the weight, as Transformers does.
+/// Eight values of a row, normalized: rounded before they meet the weight, as Transformers does. The product of two bf16 is exact in f32, so one
+/// of bf16 arithmetic is the same after rounding.
 __device__ __forceinline__ Bf16x8 normalized(const Bf16x8& x, const Bf16x8& weight, float r) {
-    float v[8], w[8];
+    float v[8];
     x.unpack(v);
-    weight.unpack(w);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) v[j] = to_float(to_bf16(v[j] * r)) * w[j];
+    for (int j = 0; j < 8; ++j) v[j] *= r;
     Bf16x8 packed;
     packed.pack(v);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        const bf162 product = __hmul2_rn(reinterpret_cast<const bf162&>(packed.pair[j]), reinterpret_cast<const bf162&>(weight.pair[j]));
+        packed.pair[j] = reinterpret_cast<const uint32_t&>(product);
+    }
     return packed;
 }
 
@@ -110,12 +115,15 @@ __device__ __forceinline__ void backward(const bf16* __restrict__ dy, const bf16
         w[i].unpack(g);
         if (accumulate) out[i].unpack(before);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            v[j] = r * (g[j] * d[j]) - v[j] * scale;
-            if (accumulate) v[j] = before[j] + to_float(to_bf16(v[j]));
-        }
+        for (int j = 0; j < 8; ++j) v[j] = r * (g[j] * d[j]) - v[j] * scale;
         Bf16x8 packed;
         packed.pack(v);
+        if (accumulate) {
+            packed.unpack(v);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) v[j] += before[j];
+            packed.pack(v);
+        }
         out[i] = packed;
     }
 }
