@@ -10,6 +10,12 @@ use crate::kernel_args;
 use crate::tensor::cuda::Launch;
 use crate::tensor::{Device, Indices, MemoryCategory, Tensor};
 
+/// Eight bf16, which a thread of the GPU's kernel loads at once.
+const VECTOR_BYTES: usize = 16;
+
+/// More than the shared memory that the kernel declares itself: 32 floats.
+const STATIC_SHARED_BYTES: usize = 1024;
+
 /// `logits` [C, ≥V], of which the first `vocab` columns count, and targets `first..first + C` → `losses` of the same numbers, in nats.
 /// With `weight`, `logits` become their gradient times `weight` (padding columns 0).
 pub fn forward_backward_in_place(
@@ -53,10 +59,13 @@ pub fn forward_backward_in_place(
             let offset = 4 * first as u64;
             let (targets, losses) = (targets.pointer() + offset, losses.pointer() + offset);
             let weight = weight.unwrap_or(0.0);
-            let args = kernel_args![logits.pointer(), targets, losses, vocab as i32, stride as i64, weight];
-            // More than half of the shared memory, which the kernel does not use: one block a multiprocessor.
-            let shared_bytes = gpu.facts().max_shared_bytes / 2 + 1024;
+            // A gradient is made in a second pass, over as much of the row as shared memory holds; the rest is read again.
+            let room = gpu.facts().max_shared_bytes as usize - STATIC_SHARED_BYTES;
+            let kept = if weight == 0.0 { 0 } else { (vocab / 8).min(room / VECTOR_BYTES) };
+            let shared_bytes = (kept * VECTOR_BYTES) as u32;
             gpu.allow_shared_bytes("cross_entropy", shared_bytes);
+            let args =
+                kernel_args![logits.pointer(), targets, losses, vocab as i32, stride as i64, weight, kept as i32];
             gpu.launch("cross_entropy", Launch { shared_bytes, ..Launch::new(rows, 1024) }, args);
         }
     }
