@@ -118,6 +118,8 @@ extern "C" __global__ void __launch_bounds__(256) qk_norm_weight_partials(const 
             rotate<true>(packed, angles);
             const Pairs gradient = packed.unpack();
             const float r = rstd_of(lanes, value, half, eps);
+            // With an eps of zero `r` of a head that is not there is infinite.
+            if (head >= heads) continue;
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 sum.low[j] += gradient.low[j] * value.low[j] * r;
