@@ -16,7 +16,7 @@ struct Pairs {
 };
 
 /// The same as it lies in memory.
-struct PackedPairs {
+struct alignas(8) PackedPairs {
     bf162 low[2], high[2];
 
     __device__ __forceinline__ Pairs unpack() const {

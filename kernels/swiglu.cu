@@ -45,9 +45,9 @@ extern "C" __global__ void __launch_bounds__(256) swiglu_forward(const bf16* gat
     float e[8], g[8];
     load(e, gate, run.columns, vector);
     load(g, gate + width, run.columns, vector);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) e[j] = swiglu(e[j], g[j]);
-    store(h + run.row * h_stride + run.column, e, run.columns, vector);
+    float act[8];
+    swiglu(e, g, act);
+    store(h + run.row * h_stride + run.column, act, run.columns, vector);
 }
 
 /// In place: gate becomes dh·up·σ·(1 + gate·(1 − σ)), up becomes dh·silu(gate).
@@ -61,8 +61,7 @@ extern "C" __global__ void __launch_bounds__(256) swiglu_backward(const bf16* dh
     load(d, dh + run.row * dh_stride + run.column, run.columns, vector);
     load(e, gate, run.columns, vector);
     load(g, gate + width, run.columns, vector);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) swiglu_gradient(d[j], e[j], g[j]);
+    swiglu_gradient(d, e, g);
     store(gate, e, run.columns, vector);
     store(gate + width, g, run.columns, vector);
 }

@@ -108,11 +108,8 @@ __device__ __forceinline__ void backward(const SwigluLoraParams& p) {
             packed[0].unpack(d);
             packed[1].unpack(e);
             packed[2].unpack(g);
-#pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                act[j] = swiglu(e[j], g[j]);
-                swiglu_gradient(d[j], e[j], g[j]);
-            }
+            swiglu(e, g, act);
+            swiglu_gradient(d, e, g);
             packed[0].pack(act);
             packed[1].pack(e);
             packed[2].pack(g);

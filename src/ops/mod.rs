@@ -17,6 +17,7 @@ pub mod norm;
 pub mod qk_norm;
 pub mod rms_norm;
 pub mod rope;
+pub mod sequence;
 pub mod swiglu;
 pub mod swiglu_lora;
 

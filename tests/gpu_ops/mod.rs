@@ -14,7 +14,7 @@ use tandem::ops::dropout::{self, DropoutKey};
 use tandem::ops::multi_tensor::{Member, MultiTensor};
 use tandem::ops::rope::{self, RopeTable};
 use tandem::ops::swiglu_lora::{self, Adapters, Gradients};
-use tandem::ops::{adamw, adapter, elementwise, embedding, matmul, norm, rms_norm, swiglu};
+use tandem::ops::{adamw, adapter, elementwise, embedding, matmul, norm, rms_norm, sequence, swiglu};
 use tandem::tensor::{Device, MemoryCategory, Precision, Tensor, View};
 
 use super::golden_family::error;
@@ -425,16 +425,27 @@ fn attention_by_a_dense_mask() {
 }
 
 #[test]
-fn words_of_the_dense_mask_are_those_of_the_cpu() {
+fn masks_boundaries_and_positions_are_those_of_the_cpu() {
     let Some(b) = Bench::new() else { return };
-    let ones: Vec<i32> = (0..=300).collect();
+    let ones: Vec<i32> = (0..=3000).collect();
     let documents: [&[i32]; 4] = [&[0, 1], &[0, 1, 1, 2, 39, 104, 105, 361, 400], &ones, &[0, 500, 1024, 1030]];
     for cu_seqlens in documents {
         for window in [None, Some(1), Some(2), Some(63), Some(64), Some(65)] {
             let [cpu, _, gpu] =
                 b.devices.each_ref().map(|device| TileList::masked(device, cu_seqlens, window).mask().unwrap().words());
             assert_eq!(gpu, cpu, "{cu_seqlens:?}, window {window:?}");
+            let piecewise = TileList::masked_by_documents(&b.devices[2], cu_seqlens, window);
+            assert_eq!(piecewise.mask().unwrap().words(), cpu, "{cu_seqlens:?}, window {window:?}, by documents");
         }
+        let [cpu, _, gpu] = b.devices.each_ref().map(|device| {
+            let lengths = cu_seqlens.windows(2).map(|bounds| bounds[1] - bounds[0]).collect();
+            let lengths = device.indices(SCRATCH, lengths);
+            let boundaries = sequence::cumulative_lengths(device, &lengths);
+            let tokens = *cu_seqlens.last().unwrap() as usize;
+            let positions = sequence::document_positions(device, &boundaries, tokens);
+            (boundaries.to_vec(), positions.to_vec(), sequence::longest(device, &lengths))
+        });
+        assert_eq!((&gpu, &gpu.0[..]), (&cpu, cu_seqlens));
     }
     b.devices[2].check().unwrap();
 }

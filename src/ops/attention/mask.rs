@@ -40,6 +40,28 @@ impl DenseMask {
         Self { words, stride }
     }
 
+    /// On a GPU, an operation for each document and one for the window: how a layer makes its mask that keeps none (the published baseline).
+    pub(super) fn by_documents(device: &Device, gpu: &Gpu, cu_seqlens: &[i32], window: usize) -> Self {
+        let total = cu_seqlens.last().map_or(0, |&end| end as usize);
+        let stride = stride(total);
+        let words = device.empty_indices(MemoryCategory::Metadata, total * stride);
+        gpu.zero(words.pointer(), words.len() * size_of::<u32>());
+        let rows = |words: usize, rows: usize| Launch {
+            grid: [words.div_ceil(128) as u32, rows as u32, 1],
+            ..Launch::new(1, 128)
+        };
+        for bounds in cu_seqlens.windows(2).filter(|bounds| bounds[0] < bounds[1]) {
+            let (start, end) = (bounds[0] as usize, bounds[1] as usize);
+            let launch = rows((end - 1) / WORD - start / WORD + 1, end - start);
+            gpu.launch("mask_document", launch, kernel_args![words.pointer(), bounds[0], bounds[1], stride as i32]);
+        }
+        if window < total {
+            let args = kernel_args![words.pointer(), stride as i32, window as i32];
+            gpu.launch("mask_window", rows(stride, total), args);
+        }
+        Self { words, stride }
+    }
+
     /// On the CPU: whether row `query` sees row `key`.
     #[inline]
     pub(super) fn sees(&self, query: usize, key: usize) -> bool {

@@ -60,6 +60,15 @@ impl TileList {
     /// For the masked path: every tile of the T×T square, and a dense mask that says which of its pairs count, built on the device. Attention
     /// gives the same as with [`Self::on_device`], up to the order of sums, but does work for pairs that no one sees.
     pub fn masked(device: &Device, cu_seqlens: &[i32], window: Option<usize>) -> Self {
+        Self::square(device, cu_seqlens, window, false)
+    }
+
+    /// As [`Self::masked`], with a mask that is made document by document, as the published baseline does it.
+    pub fn masked_by_documents(device: &Device, cu_seqlens: &[i32], window: Option<usize>) -> Self {
+        Self::square(device, cu_seqlens, window, true)
+    }
+
+    fn square(device: &Device, cu_seqlens: &[i32], window: Option<usize>, by_documents: bool) -> Self {
         let total = cu_seqlens.last().map_or(0, |&end| end as usize);
         let tiles: Vec<Tile> = (0..total)
             .step_by(TILE_ROWS)
@@ -71,7 +80,10 @@ impl TileList {
             Device::Cuda(gpu) => {
                 let work = work_list::build(cu_seqlens, list.window, Reach::Square);
                 let work = list.work.insert(device.indices(MemoryCategory::Metadata, work));
-                DenseMask::on_gpu(device, gpu, total, work.pointer())
+                match by_documents {
+                    false => DenseMask::on_gpu(device, gpu, total, work.pointer()),
+                    true => DenseMask::by_documents(device, gpu, cu_seqlens, list.window),
+                }
             }
         });
         list
@@ -118,9 +130,12 @@ impl TileList {
         self.total_tokens
     }
 
-    /// Bytes the lists take.
+    /// Bytes the lists take, those on the device included.
     pub fn num_bytes(&self) -> usize {
-        (self.query_tiles.len() + self.key_tiles.len()) * size_of::<Tile>()
+        let on_device = [self.bounds.as_ref(), self.work.as_ref()].into_iter().flatten().map(Indices::len);
+        let mask = self.mask.as_ref().map_or(0, |mask| mask.stride() * self.total_tokens);
+        let tiles = (self.query_tiles.len() + self.key_tiles.len()) * size_of::<Tile>();
+        tiles + (on_device.sum::<usize>() + mask) * size_of::<i32>()
     }
 
     /// On the CPU: whether row `query` sees row `key`, of the same document where there is no dense mask.
