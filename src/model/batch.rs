@@ -1,13 +1,10 @@
-//! A packed batch on the device, with the metadata that all layers share.
+//! A packed batch on the device.
 
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::ensure;
 
-use super::policy::AttentionPath;
 use crate::base::error::Result;
-use crate::ops::attention::TileList;
-use crate::ops::rope::RopeTable;
 use crate::tensor::{Device, Indices, MemoryCategory};
 
 /// The host's description of a packed batch: what `DeviceBatch::new` uploads.
@@ -26,6 +23,8 @@ pub struct BatchSlices<'a> {
 /// A packed batch on the device. Stop 5 of the walk.
 #[derive(Debug)]
 pub struct DeviceBatch {
+    /// Number of the batch in this process: what its metadata are kept under.
+    pub id: u64,
     /// Token ids [T].
     pub input_ids: Indices,
     /// Position of every token in its document [T].
@@ -65,7 +64,9 @@ impl DeviceBatch {
         if let Some((row, label)) = supervised().find(|&(_, &label)| !in_vocabulary(label)) {
             anyhow::bail!("label {label} at position {row} is outside the model's vocabulary of {vocab_size}");
         }
+        static NEXT: AtomicU64 = AtomicU64::new(0);
         Ok(Self {
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
             input_ids: device.indices(MemoryCategory::Metadata, input_ids.to_vec()),
             position_ids: device.indices(MemoryCategory::Metadata, position_ids.to_vec()),
             cu_seqlens: cu_seqlens.to_vec(),
@@ -78,47 +79,5 @@ impl DeviceBatch {
     /// Tokens of the batch.
     pub fn total_tokens(&self) -> usize {
         self.input_ids.len()
-    }
-}
-
-/// Work lists by window (on the masked path with their dense masks) and the rotary table: built once per batch, used by all layers in all passes.
-#[derive(Debug)]
-pub struct SequenceMetadata {
-    tiles: Vec<(Option<usize>, TileList)>,
-    rope: Arc<RopeTable>,
-}
-
-impl SequenceMetadata {
-    /// Builds what the distinct `windows` of a model need for `batch`.
-    pub fn new(
-        device: &Device,
-        batch: &DeviceBatch,
-        windows: &[Option<usize>],
-        path: AttentionPath,
-        rope: Arc<RopeTable>,
-    ) -> Self {
-        let build = match path {
-            AttentionPath::Varlen => TileList::on_device,
-            AttentionPath::Masked => TileList::masked,
-        };
-        let mut tiles: Vec<(Option<usize>, TileList)> = Vec::new();
-        for &window in windows {
-            if !tiles.iter().any(|(known, _)| *known == window) {
-                tiles.push((window, build(device, &batch.cu_seqlens, window)));
-            }
-        }
-        Self { tiles, rope }
-    }
-
-    /// Work lists of a window that was among `windows`.
-    pub fn tiles(&self, window: Option<usize>) -> &TileList {
-        let found = self.tiles.iter().position(|(known, _)| *known == window);
-        assert!(found.is_some(), "{window:?} is none of the windows the metadata was built for");
-        &self.tiles[found.unwrap_or_default()].1
-    }
-
-    /// Rotary table.
-    pub fn rope(&self) -> &RopeTable {
-        &self.rope
     }
 }

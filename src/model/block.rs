@@ -1,6 +1,5 @@
 //! One transformer block: `x + attention(norm(x))`, then `+ mlp(norm(·))`.
 
-use super::batch::{DeviceBatch, SequenceMetadata};
 use crate::layers::attention::{Attention, AttentionSaved, Sequences};
 use crate::layers::mlp::{Mlp, MlpSaved, Output};
 use crate::layers::norm::RmsNorm;
@@ -58,40 +57,31 @@ impl Block {
     pub fn forward(
         &self,
         ctx: &Context<'_>,
-        batch: &DeviceBatch,
-        metadata: &SequenceMetadata,
+        sequences: Sequences<'_>,
         x: &Tensor,
         keep: bool,
     ) -> (Tensor, Option<BlockSaved>) {
         let mut out = ctx.saved(x.shape());
         let wanted = if keep { Keep::Longest } else { Keep::Nothing };
-        let saved = self.run(ctx, batch, metadata, x, Some(&mut out), wanted);
+        let saved = self.run(ctx, sequences, x, Some(&mut out), wanted);
         (out, keep.then_some(saved))
     }
 
     /// What [`Block::forward`] keeps, computed again. The last product of the MLP feeds only the output, so it is left out; the backward pass
     /// follows at once, so what it would have to make again is kept.
-    pub fn recompute(
-        &self,
-        ctx: &Context<'_>,
-        batch: &DeviceBatch,
-        metadata: &SequenceMetadata,
-        x: &Tensor,
-    ) -> BlockSaved {
-        self.run(ctx, batch, metadata, x, None, Keep::Inputs)
+    pub fn recompute(&self, ctx: &Context<'_>, sequences: Sequences<'_>, x: &Tensor) -> BlockSaved {
+        self.run(ctx, sequences, x, None, Keep::Inputs)
     }
 
     fn run(
         &self,
         ctx: &Context<'_>,
-        batch: &DeviceBatch,
-        metadata: &SequenceMetadata,
+        sequences: Sequences<'_>,
         x: &Tensor,
         out: Option<&mut Tensor>,
         keep: Keep,
     ) -> BlockSaved {
         let clock = ctx.device.clock();
-        let sequences = self.sequences(batch, metadata);
         let phase = clock.enter(Phase::Attention, Pass::Forward, Some(self.index));
         let mut attn_in = normed(ctx, &self.input_layernorm, &self.self_attn.qkv_proj, x);
         let mut middle = ctx.saved(x.shape());
@@ -120,15 +110,13 @@ impl Block {
         &self,
         ctx: &Context<'_>,
         grads: &mut Grads,
-        batch: &DeviceBatch,
-        metadata: &SequenceMetadata,
+        sequences: Sequences<'_>,
         x: &Tensor,
         saved: BlockSaved,
         dx: &mut Tensor,
         need_dx: bool,
     ) {
         let clock = ctx.device.clock();
-        let sequences = self.sequences(batch, metadata);
         let hidden = x.cols();
         let BlockSaved { attn, middle, mlp, inputs } = saved;
         let (attn_in, mlp_in) = inputs.unzip();
@@ -149,10 +137,6 @@ impl Block {
         if need_dh {
             norm.backward(ctx, grads, x, &attn_in.rstd, &dh, true, dx.first_columns_mut(hidden));
         }
-    }
-
-    fn sequences<'a>(&self, batch: &'a DeviceBatch, metadata: &'a SequenceMetadata) -> Sequences<'a> {
-        Sequences { tiles: metadata.tiles(self.window), rope: metadata.rope(), position_ids: &batch.position_ids }
     }
 
     /// The block's projections in the order of [`PROJECTIONS`].

@@ -129,6 +129,14 @@ pub struct ModelConfig {
 }
 
 impl ModelConfig {
+    /// How many different windows the layers have, full attention among them.
+    pub fn num_windows(&self) -> usize {
+        let mut windows: Vec<Option<usize>> = self.sliding_window.clone();
+        windows.sort_unstable();
+        windows.dedup();
+        windows.len()
+    }
+
     /// Rows of `q_proj`: query heads times head width.
     pub fn q_size(&self) -> usize {
         self.num_attention_heads * self.head_dim

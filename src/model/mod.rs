@@ -8,6 +8,7 @@ pub mod config_hf;
 pub mod generate;
 pub mod loading;
 pub mod lora;
+pub mod metadata;
 pub mod policy;
 pub mod rotary;
 mod skeleton;

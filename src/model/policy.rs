@@ -23,3 +23,17 @@ pub enum AttentionPath {
     /// By a dense T×T mask for each window: work for every pair of the pack.
     Masked,
 }
+
+/// Where a layer gets what it needs to know about the documents of a pack: boundaries, positions, tile lists or masks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Metadata {
+    /// Built once for a pack and window, and kept while the pack is in work.
+    #[default]
+    Cached,
+    /// Built anew by every layer in every forward pass, recomputation included, in as few operations as it takes.
+    Fused,
+    /// Built anew likewise, operation by operation, as published: lengths → cu_seqlens → the longest, read back to the host → positions → tile lists, or
+    /// a mask document by document.
+    Published,
+}

@@ -6,11 +6,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use anyhow::Context as _;
 use rayon::prelude::*;
 
-use super::batch::{DeviceBatch, SequenceMetadata};
+use super::batch::DeviceBatch;
 use super::block::{Block, BlockSaved};
 use super::config::ModelConfig;
 use super::loading::Checkpoint;
 use super::lora::LoraSpec;
+use super::metadata::{CacheCounts, MetadataCache, MetadataPolicy, SequenceMetadata};
 use super::policy::{Activations, AttentionPath};
 use super::rotary;
 use super::skeleton::{Skeleton, skeleton};
@@ -35,6 +36,7 @@ pub struct Transformer {
     pub(super) blocks: Vec<Block>,
     pub(super) head: Head,
     attention_path: AttentionPath,
+    metadata: MetadataCache,
     inv_freq: Vec<f32>,
     /// Grown when a batch has a longer document; shared by the batches that use it.
     rope: Mutex<Option<Arc<RopeTable>>>,
@@ -56,7 +58,8 @@ pub struct PassOptions<'a> {
 /// What a block left for its backward pass.
 struct Kept {
     x: Tensor,
-    saved: Option<BlockSaved>,
+    /// With the metadata that it was made with.
+    saved: Option<(BlockSaved, Arc<SequenceMetadata>)>,
 }
 
 impl Transformer {
@@ -143,6 +146,7 @@ impl Transformer {
             blocks,
             head,
             attention_path: AttentionPath::default(),
+            metadata: MetadataCache::new(MetadataPolicy::default(), config.num_windows()),
             inv_freq: rotary::inv_freq(config),
             rope: Mutex::default(),
         })
@@ -178,6 +182,16 @@ impl Transformer {
         self.attention_path = path;
     }
 
+    /// Sets where layers get what they know of the documents, in every pass from now on. A new model keeps it in a cache.
+    pub fn set_metadata_policy(&mut self, policy: MetadataPolicy) {
+        self.metadata = MetadataCache::new(policy, self.config.num_windows());
+    }
+
+    /// What the metadata cache did so far.
+    pub fn metadata_counts(&self) -> CacheCounts {
+        self.metadata.counts()
+    }
+
     /// Makes every base parameter trainable (full fine-tuning).
     pub fn train_everything(&mut self) {
         self.params.ids().for_each(|id| self.params.train(id));
@@ -208,7 +222,8 @@ impl Transformer {
         }
         let ctx = self.context(options.dropout);
         let clock = self.device.clock();
-        let metadata = self.metadata(batch);
+        let rope = self.rope(batch);
+        let metadata = |block: &Block, pass| self.metadata(batch, block, &rope, pass);
         let first = self.first_trained_block();
         let mut x = {
             let _phase = clock.enter(Phase::HeadLoss, Pass::Forward, None);
@@ -220,10 +235,11 @@ impl Transformer {
                 return None;
             }
             let keep = i >= first && options.activations == Activations::Keep;
-            let (out, saved) = block.forward(&ctx, batch, &metadata, &x, keep);
+            let metadata = metadata(block, Pass::Forward);
+            let (out, saved) = block.forward(&ctx, metadata.sequences(batch), &x, keep);
             let input = std::mem::replace(&mut x, out);
             if i >= first {
-                kept.push(Kept { x: input, saved });
+                kept.push(Kept { x: input, saved: saved.map(|saved| (saved, metadata)) });
             }
         }
         let supervised = Supervised { rows: &batch.rows, targets: &batch.targets };
@@ -240,12 +256,13 @@ impl Transformer {
             if stopped() {
                 return None;
             }
-            let saved = saved.unwrap_or_else(|| {
+            let (saved, metadata) = saved.unwrap_or_else(|| {
+                let metadata = metadata(block, Pass::Backward);
                 let _phase = clock.enter(Phase::Recompute, Pass::Backward, Some(block.index));
-                block.recompute(&ctx, batch, &metadata, &x)
+                (block.recompute(&ctx, metadata.sequences(batch), &x), metadata)
             });
             let need_dx = embedding_trains || block.index as usize > first;
-            block.backward(&ctx, grads, batch, &metadata, &x, saved, &mut dx, need_dx);
+            block.backward(&ctx, grads, metadata.sequences(batch), &x, saved, &mut dx, need_dx);
         }
         if embedding_trains {
             let _phase = clock.enter(Phase::HeadLoss, Pass::Backward, None);
@@ -276,13 +293,14 @@ impl Transformer {
 
     /// Output of the last block [T, hidden], keeping nothing.
     fn hidden(&self, ctx: &Context<'_>, batch: &DeviceBatch, stop: &AtomicBool) -> Option<Tensor> {
-        let metadata = self.metadata(batch);
+        let rope = self.rope(batch);
         let mut x = self.embed_tokens.forward(ctx, &batch.input_ids);
         for block in &self.blocks {
             if stop.load(Ordering::Relaxed) {
                 return None;
             }
-            x = block.forward(ctx, batch, &metadata, &x, false).0;
+            let metadata = self.metadata(batch, block, &rope, Pass::Forward);
+            x = block.forward(ctx, metadata.sequences(batch), &x, false).0;
         }
         Some(x)
     }
@@ -291,21 +309,24 @@ impl Transformer {
         Context { device: &self.device, params: &self.params, dropout }
     }
 
-    fn metadata(&self, batch: &DeviceBatch) -> SequenceMetadata {
+    /// What `block` needs to know about the documents of `batch`.
+    fn metadata(&self, batch: &DeviceBatch, block: &Block, rope: &Arc<RopeTable>, pass: Pass) -> Arc<SequenceMetadata> {
+        self.metadata.get_or_build(&self.device, batch, block.window, self.attention_path, rope, pass)
+    }
+
+    /// The rotary table for the positions of a batch.
+    fn rope(&self, batch: &DeviceBatch) -> Arc<RopeTable> {
         let _phase = self.device.clock().enter(Phase::Metadata, Pass::Forward, None);
-        let rope = {
-            let mut rope = self.rope.lock().unwrap_or_else(PoisonError::into_inner);
-            match rope.as_ref().filter(|table| table.num_positions() >= batch.num_positions) {
-                Some(table) => Arc::clone(table),
-                None => {
-                    // Room to grow: documents that are longer bit by bit, as in generation, need few tables.
-                    let num_positions = batch.num_positions.next_power_of_two();
-                    let table = Arc::new(RopeTable::new(&self.device, &self.inv_freq, num_positions));
-                    Arc::clone(rope.insert(table))
-                }
+        let mut rope = self.rope.lock().unwrap_or_else(PoisonError::into_inner);
+        match rope.as_ref().filter(|table| table.num_positions() >= batch.num_positions) {
+            Some(table) => Arc::clone(table),
+            None => {
+                // Room to grow: documents that are longer bit by bit, as in generation, need few tables.
+                let num_positions = batch.num_positions.next_power_of_two();
+                let table = Arc::new(RopeTable::new(&self.device, &self.inv_freq, num_positions));
+                Arc::clone(rope.insert(table))
             }
-        };
-        SequenceMetadata::new(&self.device, batch, &self.config.sliding_window, self.attention_path, rope)
+        }
     }
 
     /// The lowest block whose backward pass is needed: below it nothing trains.

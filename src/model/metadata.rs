@@ -1,0 +1,236 @@
+//! What layers need to know about the documents of a batch: built once and kept in a cache, or built anew by every layer (its baselines).
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use serde::{Deserialize, Serialize};
+
+use super::batch::DeviceBatch;
+use super::policy::{AttentionPath, Metadata};
+use crate::layers::attention::Sequences;
+use crate::ops::attention::TileList;
+use crate::ops::rope::RopeTable;
+use crate::ops::sequence;
+use crate::tensor::phase::{Pass, Phase};
+use crate::tensor::{Device, Indices, MemoryCategory};
+
+/// Batches whose metadata are worth keeping: the one in work.
+const BATCHES: usize = 1;
+
+/// What the layers of one window need to know about the documents of one batch.
+#[derive(Debug)]
+pub struct SequenceMetadata {
+    tiles: TileList,
+    /// `None` where the positions that came with the batch serve.
+    position_ids: Option<Indices>,
+    rope: Arc<RopeTable>,
+}
+
+impl SequenceMetadata {
+    /// As layers read it.
+    pub fn sequences<'a>(&'a self, batch: &'a DeviceBatch) -> Sequences<'a> {
+        let position_ids = self.position_ids.as_ref().unwrap_or(&batch.position_ids);
+        Sequences { tiles: &self.tiles, rope: &self.rope, position_ids }
+    }
+
+    /// Bytes that it takes, the rotary table not counted.
+    pub fn num_bytes(&self) -> usize {
+        self.tiles.num_bytes() + self.position_ids.as_ref().map_or(0, |ids| ids.len() * size_of::<i32>())
+    }
+
+    fn build(device: &Device, batch: &DeviceBatch, key: Key, rope: &Arc<RopeTable>, how: Metadata) -> Self {
+        let (window, path) = (key.window, key.path);
+        let tiles = |cu_seqlens: &[i32]| match (path, how) {
+            (AttentionPath::Varlen, _) => TileList::on_device(device, cu_seqlens, window),
+            (AttentionPath::Masked, Metadata::Published) => TileList::masked_by_documents(device, cu_seqlens, window),
+            (AttentionPath::Masked, _) => TileList::masked(device, cu_seqlens, window),
+        };
+        let rope = Arc::clone(rope);
+        if how != Metadata::Published {
+            return Self { tiles: tiles(&batch.cu_seqlens), position_ids: None, rope };
+        }
+        let lengths = batch.cu_seqlens.windows(2).map(|bounds| bounds[1] - bounds[0]).collect();
+        let lengths = device.indices(MemoryCategory::Metadata, lengths);
+        let cu_seqlens = sequence::cumulative_lengths(device, &lengths);
+        // Kernels of the baseline take it as an argument. Ours do not; reading it back is what it costs.
+        let longest = sequence::longest(device, &lengths);
+        debug_assert!(longest as usize <= batch.total_tokens());
+        let position_ids = Some(sequence::document_positions(device, &cu_seqlens, batch.total_tokens()));
+        Self { tiles: tiles(&batch.cu_seqlens), position_ids, rope }
+    }
+}
+
+/// What an entry was built for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Key {
+    batch: u64,
+    window: Option<usize>,
+    path: AttentionPath,
+}
+
+/// What a cache did, counted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct CacheCounts {
+    /// Times that a layer asked.
+    pub lookups: u64,
+    /// Times that the answer was there.
+    pub hits: u64,
+    /// Times that it was built.
+    pub builds: u64,
+    /// Entries given up for others while their batch was in work: more variants than the cache holds.
+    pub evictions: u64,
+    /// Bytes built.
+    pub built_bytes: u64,
+}
+
+impl std::ops::Sub for CacheCounts {
+    type Output = Self;
+
+    fn sub(self, before: Self) -> Self {
+        Self {
+            lookups: self.lookups - before.lookups,
+            hits: self.hits - before.hits,
+            builds: self.builds - before.builds,
+            evictions: self.evictions - before.evictions,
+            built_bytes: self.built_bytes - before.built_bytes,
+        }
+    }
+}
+
+/// How metadata is had, and how many entries are kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct MetadataPolicy {
+    /// Kept or built anew.
+    pub metadata: Metadata,
+    /// Most entries that are kept; 0: one for each window of the model.
+    pub capacity: usize,
+}
+
+/// Metadata by batch, window and path.
+#[derive(Debug)]
+pub struct MetadataCache {
+    metadata: Metadata,
+    capacity: usize,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// The last one used at the back.
+    entries: VecDeque<(Key, Arc<SequenceMetadata>)>,
+    counts: CacheCounts,
+}
+
+impl MetadataCache {
+    /// An empty cache for a model with the given distinct windows.
+    pub fn new(policy: MetadataPolicy, num_windows: usize) -> Self {
+        let capacity = if policy.capacity == 0 { BATCHES * num_windows } else { policy.capacity };
+        Self { metadata: policy.metadata, capacity: capacity.max(1), state: Mutex::default() }
+    }
+
+    /// How metadata is had.
+    pub fn metadata(&self) -> Metadata {
+        self.metadata
+    }
+
+    /// The metadata of `batch` for a window and path: those that are kept, or new ones.
+    pub fn get_or_build(
+        &self,
+        device: &Device,
+        batch: &DeviceBatch,
+        window: Option<usize>,
+        path: AttentionPath,
+        rope: &Arc<RopeTable>,
+        pass: Pass,
+    ) -> Arc<SequenceMetadata> {
+        let key = Key { batch: batch.id, window, path };
+        let mut state = self.lock();
+        state.counts.lookups += 1;
+        if let Some(at) = state.entries.iter().position(|(kept, _)| *kept == key)
+            && let Some(entry) = state.entries.remove(at)
+        {
+            state.counts.hits += 1;
+            let found = Arc::clone(&entry.1);
+            state.entries.push_back(entry);
+            return found;
+        }
+        let _phase = device.clock().enter(Phase::Metadata, pass, None);
+        let built = Arc::new(SequenceMetadata::build(device, batch, key, rope, self.metadata));
+        state.counts.builds += 1;
+        state.counts.built_bytes += built.num_bytes() as u64;
+        if self.metadata == Metadata::Cached {
+            // Those of a batch that is done go without being missed.
+            state.entries.retain(|(kept, _)| kept.batch == key.batch);
+            while state.entries.len() >= self.capacity {
+                state.entries.pop_front();
+                state.counts.evictions += 1;
+            }
+            state.entries.push_back((key, Arc::clone(&built)));
+        }
+        built
+    }
+
+    /// What the cache did so far.
+    pub fn counts(&self) -> CacheCounts {
+        self.lock().counts
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::batch::BatchSlices;
+    use crate::ops::testing::cpu;
+
+    fn batch(device: &Device) -> DeviceBatch {
+        let slices = BatchSlices {
+            input_ids: &[1; 6],
+            labels: &[1; 6],
+            position_ids: &[0, 0, 1, 2, 0, 1],
+            cu_seqlens: &[0, 1, 4, 6],
+        };
+        DeviceBatch::new(device, slices, 2).unwrap()
+    }
+
+    /// Two passes of six layers with alternating windows.
+    fn passes(metadata: Metadata, capacity: usize) -> CacheCounts {
+        let device = cpu(1);
+        let rope = Arc::new(RopeTable::new(&device, &[1.0], 6));
+        let cache = MetadataCache::new(MetadataPolicy { metadata, capacity }, 2);
+        for batch in [batch(&device), batch(&device)] {
+            for layer in 0..6 {
+                let window = (layer % 2 == 0).then_some(2);
+                let found = cache.get_or_build(&device, &batch, window, AttentionPath::Varlen, &rope, Pass::Forward);
+                assert_eq!(found.sequences(&batch).position_ids.i32s(), [0, 0, 1, 2, 0, 1]);
+                assert_eq!(found.tiles.window, window.unwrap_or(usize::MAX));
+            }
+        }
+        cache.counts()
+    }
+
+    #[test]
+    fn one_build_for_a_batch_and_window_serves_all_layers() {
+        let counts = passes(Metadata::Cached, 0);
+        assert_eq!((counts.lookups, counts.hits, counts.builds, counts.evictions), (12, 8, 4, 0));
+        assert!(counts.built_bytes > 0);
+    }
+
+    #[test]
+    fn one_entry_thrashes_where_windows_alternate() {
+        let counts = passes(Metadata::Cached, 1);
+        assert_eq!((counts.lookups, counts.hits, counts.builds), (12, 0, 12));
+        assert_eq!(counts.evictions, 10, "all but the first of each batch push another out");
+    }
+
+    #[test]
+    fn baselines_keep_nothing() {
+        for metadata in [Metadata::Fused, Metadata::Published] {
+            let counts = passes(metadata, 0);
+            assert_eq!((counts.lookups, counts.hits, counts.builds, counts.evictions), (12, 0, 12, 0));
+        }
+    }
+}
