@@ -115,15 +115,12 @@ __device__ __forceinline__ void backward(const bf16* __restrict__ dy, const bf16
         w[i].unpack(g);
         if (accumulate) out[i].unpack(before);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) v[j] = r * (g[j] * d[j]) - v[j] * scale;
+        for (int j = 0; j < 8; ++j) {
+            v[j] = r * (g[j] * d[j]) - v[j] * scale;
+            if (accumulate) v[j] = before[j] + to_float(to_bf16(v[j]));
+        }
         Bf16x8 packed;
         packed.pack(v);
-        if (accumulate) {
-            packed.unpack(v);
-#pragma unroll
-            for (int j = 0; j < 8; ++j) v[j] += before[j];
-            packed.pack(v);
-        }
         out[i] = packed;
     }
 }
