@@ -54,7 +54,7 @@ pub struct PassOptions<'a> {
 }
 
 /// What a block left for its backward pass.
-struct Kept {
+pub(super) struct Kept {
     x: Tensor,
     saved: Option<BlockSaved>,
 }
@@ -201,57 +201,122 @@ impl Transformer {
         batch: &DeviceBatch,
         options: PassOptions<'_>,
     ) -> Option<()> {
-        let stopped = || options.stop.load(Ordering::Relaxed);
         if batch.rows.is_empty() {
             // No supervised token: no loss and no gradient.
-            return (!stopped()).then_some(());
+            return (!options.stop.load(Ordering::Relaxed)).then_some(());
         }
-        let ctx = self.context(options.dropout);
-        let clock = self.device.clock();
         let metadata = self.metadata(batch);
+        self.eager_pass(grads, loss, batch, &metadata, options)
+    }
+
+    /// One pass whose every launch is queued by the host. `batch` has a supervised token.
+    pub(super) fn eager_pass(
+        &self,
+        grads: &mut Grads,
+        loss: &mut LossSum,
+        batch: &DeviceBatch,
+        metadata: &SequenceMetadata,
+        options: PassOptions<'_>,
+    ) -> Option<()> {
+        let stopped = || options.stop.load(Ordering::Relaxed);
+        let _scope = self.device.pass_scope();
+        let ctx = self.context(options.dropout);
+        let (x, kept) = self.forward_blocks(&ctx, batch, metadata, options.activations, &stopped)?;
+        let mut dx = ctx.scratch(&self.gradient_shape(&ctx, &x));
+        self.head_pass(&ctx, grads, loss, batch, options.weight, &x, &mut dx);
+        drop(x);
+        self.backward_blocks(&ctx, grads, batch, metadata, kept, &mut dx, &stopped)?;
+        self.embedding_gradient(&ctx, grads, batch, &dx);
+        Some(())
+    }
+
+    /// Embedding and all blocks: the output of the last one [T, hidden], and what the backward pass needs; `None` when stopped on the way.
+    pub(super) fn forward_blocks(
+        &self,
+        ctx: &Context<'_>,
+        batch: &DeviceBatch,
+        metadata: &SequenceMetadata,
+        activations: Activations,
+        stopped: &dyn Fn() -> bool,
+    ) -> Option<(Tensor, Vec<Kept>)> {
         let first = self.first_trained_block();
         let mut x = {
-            let _phase = clock.enter(Phase::HeadLoss, Pass::Forward, None);
-            self.embed_tokens.forward(&ctx, &batch.input_ids)
+            let _phase = self.device.clock().enter(Phase::HeadLoss, Pass::Forward, None);
+            self.embed_tokens.forward(ctx, &batch.input_ids)
         };
         let mut kept = Vec::with_capacity(self.blocks.len() - first);
         for (i, block) in self.blocks.iter().enumerate() {
             if stopped() {
                 return None;
             }
-            let keep = i >= first && options.activations == Activations::Keep;
-            let (out, saved) = block.forward(&ctx, batch, &metadata, &x, keep);
+            let keep = i >= first && activations == Activations::Keep;
+            let (out, saved) = block.forward(ctx, batch, metadata, &x, keep);
             let input = std::mem::replace(&mut x, out);
             if i >= first {
                 kept.push(Kept { x: input, saved });
             }
         }
+        Some((x, kept))
+    }
+
+    /// Shape of the gradient of the residual stream `x` [T, hidden]: with room for the adapters that read it.
+    pub(super) fn gradient_shape(&self, ctx: &Context<'_>, x: &Tensor) -> [usize; 2] {
+        let columns = self.blocks.iter().map(|block| block.gradient_columns(ctx)).max();
+        [x.rows(), columns.unwrap_or(x.cols())]
+    }
+
+    /// The head over the output `x` of the last block: adds to `loss`, assigns the gradient of `x` to the first columns of `dx`.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one part of a pass")]
+    pub(super) fn head_pass(
+        &self,
+        ctx: &Context<'_>,
+        grads: &mut Grads,
+        loss: &mut LossSum,
+        batch: &DeviceBatch,
+        weight: f32,
+        x: &Tensor,
+        dx: &mut Tensor,
+    ) {
+        let _phase = self.device.clock().enter(Phase::HeadLoss, Pass::Forward, None);
         let supervised = Supervised { rows: &batch.rows, targets: &batch.targets };
-        let columns = self.blocks.iter().map(|block| block.gradient_columns(&ctx)).max().unwrap_or(x.cols());
-        let mut dx = ctx.scratch(&[x.rows(), columns]);
-        {
-            let _phase = clock.enter(Phase::HeadLoss, Pass::Forward, None);
-            let losses = self.head.forward_backward(&ctx, grads, &x, supervised, options.weight, &mut dx);
-            loss.add(&self.device, &losses);
-        }
-        drop(x);
+        let losses = self.head.forward_backward(ctx, grads, x, supervised, weight, dx);
+        loss.add(&self.device, &losses);
+    }
+
+    /// Backward of the blocks of [`Self::forward_blocks`], with the gradient in `dx`; `None` when stopped on the way.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one part of a pass")]
+    pub(super) fn backward_blocks(
+        &self,
+        ctx: &Context<'_>,
+        grads: &mut Grads,
+        batch: &DeviceBatch,
+        metadata: &SequenceMetadata,
+        kept: Vec<Kept>,
+        dx: &mut Tensor,
+        stopped: &dyn Fn() -> bool,
+    ) -> Option<()> {
+        let first = self.first_trained_block();
         let embedding_trains = self.params.is_trainable(self.embed_tokens.weight);
         for (block, Kept { x, saved }) in self.blocks[first..].iter().zip(kept).rev() {
             if stopped() {
                 return None;
             }
             let saved = saved.unwrap_or_else(|| {
-                let _phase = clock.enter(Phase::Recompute, Pass::Backward, Some(block.index));
-                block.recompute(&ctx, batch, &metadata, &x)
+                let _phase = self.device.clock().enter(Phase::Recompute, Pass::Backward, Some(block.index));
+                block.recompute(ctx, batch, metadata, &x)
             });
             let need_dx = embedding_trains || block.index as usize > first;
-            block.backward(&ctx, grads, batch, &metadata, &x, saved, &mut dx, need_dx);
-        }
-        if embedding_trains {
-            let _phase = clock.enter(Phase::HeadLoss, Pass::Backward, None);
-            self.embed_tokens.backward(&ctx, grads, &batch.input_ids, dx.first_columns(self.config.hidden_size));
+            block.backward(ctx, grads, batch, metadata, &x, saved, dx, need_dx);
         }
         Some(())
+    }
+
+    /// Adds the gradient of the embedding's table, if that trains.
+    pub(super) fn embedding_gradient(&self, ctx: &Context<'_>, grads: &mut Grads, batch: &DeviceBatch, dx: &Tensor) {
+        if self.params.is_trainable(self.embed_tokens.weight) {
+            let _phase = self.device.clock().enter(Phase::HeadLoss, Pass::Backward, None);
+            self.embed_tokens.backward(ctx, grads, &batch.input_ids, dx.first_columns(self.config.hidden_size));
+        }
     }
 
     /// Loss in nats of each supervised row of a batch [R], f32, in the order of the rows; `None` when stopped on the way.
@@ -274,9 +339,10 @@ impl Transformer {
         })
     }
 
-    /// Output of the last block [T, hidden], keeping nothing.
+    /// Output of the last block [T, hidden], keeping nothing. It lies in the memory of passes: it must be dropped before the next one.
     fn hidden(&self, ctx: &Context<'_>, batch: &DeviceBatch, stop: &AtomicBool) -> Option<Tensor> {
         let metadata = self.metadata(batch);
+        let _scope = self.device.pass_scope();
         let mut x = self.embed_tokens.forward(ctx, &batch.input_ids);
         for block in &self.blocks {
             if stop.load(Ordering::Relaxed) {
@@ -287,25 +353,33 @@ impl Transformer {
         Some(x)
     }
 
-    fn context(&self, dropout: Option<DropoutState>) -> Context<'_> {
+    pub(super) fn context(&self, dropout: Option<DropoutState>) -> Context<'_> {
         Context { device: &self.device, params: &self.params, dropout }
     }
 
-    fn metadata(&self, batch: &DeviceBatch) -> SequenceMetadata {
+    pub(super) fn metadata(&self, batch: &DeviceBatch) -> SequenceMetadata {
         let _phase = self.device.clock().enter(Phase::Metadata, Pass::Forward, None);
-        let rope = {
-            let mut rope = self.rope.lock().unwrap_or_else(PoisonError::into_inner);
-            match rope.as_ref().filter(|table| table.num_positions() >= batch.num_positions) {
-                Some(table) => Arc::clone(table),
-                None => {
-                    // Room to grow: documents that are longer bit by bit, as in generation, need few tables.
-                    let num_positions = batch.num_positions.next_power_of_two();
-                    let table = Arc::new(RopeTable::new(&self.device, &self.inv_freq, num_positions));
-                    Arc::clone(rope.insert(table))
-                }
-            }
-        };
+        let rope = self.rope_table(batch.num_positions);
         SequenceMetadata::new(&self.device, batch, &self.config.sliding_window, self.attention_path, rope)
+    }
+
+    /// The rotary table, for at least `num_positions` positions.
+    pub(super) fn rope_table(&self, num_positions: usize) -> Arc<RopeTable> {
+        let mut rope = self.rope.lock().unwrap_or_else(PoisonError::into_inner);
+        match rope.as_ref().filter(|table| table.num_positions() >= num_positions) {
+            Some(table) => Arc::clone(table),
+            None => {
+                // Room to grow: documents that are longer bit by bit, as in generation, need few tables.
+                let num_positions = num_positions.next_power_of_two();
+                let table = Arc::new(RopeTable::new(&self.device, &self.inv_freq, num_positions));
+                Arc::clone(rope.insert(table))
+            }
+        }
+    }
+
+    /// How attention knows the documents of a pack.
+    pub(super) fn attention_path(&self) -> AttentionPath {
+        self.attention_path
     }
 
     /// The lowest block whose backward pass is needed: below it nothing trains.
