@@ -168,8 +168,7 @@ impl Transformer {
         let _scope = gpu.pass_scope();
         let ctx = self.context(None);
         let never = || false;
-        let (forwarded, forward) =
-            gpu.record(|| self.forward_blocks(&ctx, &batch, &metadata, activations, &never))?;
+        let (forwarded, forward) = gpu.record(|| self.forward_blocks(&ctx, &batch, &metadata, activations, &never))?;
         let (x, kept) = forwarded.ok_or_else(|| anyhow::anyhow!("nobody stops a recording"))?;
         let mut dx = ctx.scratch(&self.gradient_shape(&ctx, &x));
         let (between, x_between, dx_between) = (gpu.pass_memory(), x.alias(), dx.alias());

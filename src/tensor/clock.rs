@@ -133,7 +133,8 @@ impl PhaseClock {
     }
 
     fn with_marks(marks: Box<dyn Marks>) -> Self {
-        let device = DeviceClock { marks, last_end: None, before: None, begin: None, pending: Vec::new(), script_start: None };
+        let device =
+            DeviceClock { marks, last_end: None, before: None, begin: None, pending: Vec::new(), script_start: None };
         Self { state: Mutex::new(State { device: Some(device), ..State::default() }) }
     }
 
@@ -172,7 +173,8 @@ impl PhaseClock {
         let mut state = self.lock();
         let Some(device) = &mut state.device else { return Script::default() };
         let Some((first, booked)) = device.script_start.take() else { return Script::default() };
-        let relative = |mark: Mark| Mark { set: 0, index: mark.index - first.index, launches: mark.launches - first.launches };
+        let relative =
+            |mark: Mark| Mark { set: 0, index: mark.index - first.index, launches: mark.launches - first.launches };
         let pending = device.pending.drain(booked.min(device.pending.len())..);
         let pending = pending.map(|phase| Pending { from: relative(phase.from), to: relative(phase.to), ..phase });
         Script { num_marks: device.marks.next().index - first.index, pending: pending.collect() }

@@ -161,11 +161,6 @@ impl Graph {
         let launched = unsafe { result::graph::launch(self.exec.0, device.inner.stream.cu_stream()) };
         device.latch_result(launched, "launching a graph");
     }
-
-    /// Kernels and library calls in it.
-    pub fn num_launches(&self) -> u64 {
-        self.launches
-    }
 }
 
 /// The nodes of a graph that record `events`, in their order.
@@ -176,7 +171,9 @@ fn marks(Template(graph): &Template, events: &[EventHandle]) -> Result<Vec<CUgra
     let mut nodes: Vec<CUgraphNode> = vec![std::ptr::null_mut(); num_nodes];
     if num_nodes > 0 {
         // SAFETY: the array has room for as many.
-        unsafe { sys::cuGraphGetNodes(*graph, nodes.as_mut_ptr(), &mut num_nodes) }.result().context("listing nodes")?;
+        unsafe { sys::cuGraphGetNodes(*graph, nodes.as_mut_ptr(), &mut num_nodes) }
+            .result()
+            .context("listing nodes")?;
     }
     let mut by_event: HashMap<CUevent, CUgraphNode> = HashMap::with_capacity(events.len());
     for node in nodes {
