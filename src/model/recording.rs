@@ -223,3 +223,31 @@ impl Transformer {
         adapters.any(|lora| lora.dropout > 0.0)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn kind(total_tokens: usize) -> Kind {
+        Kind { total_tokens, activations: Activations::Keep, attention: AttentionPath::Varlen }
+    }
+
+    #[test]
+    fn a_kind_has_a_place_from_its_second_pass_on_and_the_longest_unused_goes_first() {
+        let mut recordings = Recordings::new(true);
+        for total_tokens in 0..MAX_RECORDINGS {
+            assert!(recordings.place(kind(total_tokens)).is_none(), "a new kind runs once before it is recorded");
+            assert!(recordings.place(kind(total_tokens)).is_some());
+        }
+        let other = Kind { activations: Activations::Recompute, ..kind(1) };
+        assert!(recordings.place(kind(0)).is_some(), "used again, so that 1 is now the longest unused");
+        assert!(recordings.place(other).is_none(), "as many tokens, but another pass");
+        assert_eq!(recordings.kinds.len(), MAX_RECORDINGS);
+        assert!(recordings.place(kind(0)).is_some() && recordings.place(kind(2)).is_some());
+        assert!(recordings.place(kind(1)).is_none(), "forgotten, so that it is new again");
+        recordings.forget();
+        assert!(recordings.place(kind(1)).is_some_and(|recording| recording.is_none()), "what was timed stays timed");
+        recordings.give_up("no reason".into());
+        assert_eq!((recordings.unused(), recordings.kinds.len()), (Some("no reason"), 0));
+    }
+}

@@ -54,8 +54,22 @@ pub(super) fn padded(batch: &PackedBatch) -> Cow<'_, PackedBatch> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicBool;
+
+    use serde_json::json;
+
     use super::*;
     use crate::data::example::{Example, IGNORE_INDEX};
+    use crate::layers::parameter::Grads;
+    use crate::model::policy::{Activations, AttentionPath};
+    use crate::model::testing::tiny;
+    use crate::model::transformer::PassOptions;
+    use crate::ops::cross_entropy::LossSum;
+    use crate::ops::testing::{assert_close, cpu};
+
+    fn document(ids: &[i32]) -> Example {
+        Example { input_ids: ids.to_vec(), labels: [&ids[1..], &[IGNORE_INDEX]].concat() }
+    }
 
     #[test]
     fn buckets_are_few_and_waste_little() {
@@ -72,7 +86,6 @@ mod tests {
 
     #[test]
     fn padding_is_a_document_at_the_end_that_teaches_nothing() {
-        let document = |ids: &[i32]| Example { input_ids: ids.to_vec(), labels: [&ids[1..], &[IGNORE_INDEX]].concat() };
         let batch = PackedBatch::from_examples(&[document(&[3, 4, 5]), document(&[6, 7])]);
         let padded = padded(&batch);
         padded.check().unwrap();
@@ -82,5 +95,35 @@ mod tests {
         assert_eq!(padded.cu_seqlens, [0, 3, 5, 8]);
         assert_eq!(padded.num_label_tokens, batch.num_label_tokens);
         assert!(matches!(self::padded(&padded), Cow::Borrowed(_)), "a full bucket stays as it is");
+    }
+
+    #[test]
+    fn padding_changes_neither_loss_nor_gradients() {
+        let ids: Vec<i32> = (0..43).map(|i| i * 17 % 61).collect();
+        let batch = PackedBatch::from_examples(&[document(&ids[..30]), document(&ids[30..])]);
+        let padded = padded(&batch);
+        assert_eq!(padded.total_tokens(), 48);
+        let mut model = tiny(&cpu(2), &json!({"tie_word_embeddings": true}));
+        model.train_everything();
+        for path in [AttentionPath::Varlen, AttentionPath::Masked] {
+            model.set_attention_path(path);
+            let run = |batch: &PackedBatch| {
+                let (mut grads, mut loss) = (Grads::new(model.params()), LossSum::new(model.device()));
+                let options = PassOptions {
+                    weight: 1.0 / batch.num_label_tokens as f32,
+                    activations: Activations::Recompute,
+                    dropout: None,
+                    stop: &AtomicBool::new(false),
+                };
+                model.forward_backward(&mut grads, &mut loss, &upload(&model, batch).unwrap(), options).unwrap();
+                (loss.read(), grads)
+            };
+            let ((loss, grads), (padded_loss, padded_grads)) = (run(&batch), run(&padded));
+            assert!((loss - padded_loss).abs() < 1e-5 * loss, "{path:?}: {loss} against {padded_loss}");
+            for (id, parameter) in model.params().iter() {
+                let [grads, padded] = [&grads, &padded_grads].map(|grads| grads.get(id).unwrap().to_vec());
+                assert_close(&format!("{path:?} {}", parameter.name), &padded, &grads, 1e-5);
+            }
+        }
     }
 }
