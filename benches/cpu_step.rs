@@ -35,6 +35,7 @@ fn main() {
             optimizer: OptimizerConfig::default(),
             activations,
             attention: AttentionPath::Varlen,
+            cuda_graphs: true,
             seed: 0,
             total_steps: steps as u64 + 1,
         };

@@ -256,7 +256,7 @@ fn golden_smollm2_log_probabilities_and_adapter_losses() {
         ..OptimizerConfig::default()
     };
     let (activations, attention) = (Activations::Recompute, AttentionPath::Varlen);
-    let setup = TrainerSetup { method, optimizer, activations, attention, seed: 0, total_steps: 5 };
+    let setup = TrainerSetup { method, optimizer, activations, attention, cuda_graphs: true, seed: 0, total_steps: 5 };
     let mut trainer = Trainer::new(model, setup).unwrap();
     set_adapters(&mut trainer, &case);
     for (step, want) in case.to_f32("lora_loss").unwrap().into_iter().enumerate() {

@@ -11,11 +11,15 @@ mod gpu_ops;
 
 use std::collections::HashMap;
 
-use golden_family::{Family, NEVER, adapter_values, assert_within_bf16, bf16_deviations, bf16_errors};
+use golden_family::{Family, NEVER, adapter_values, assert_within_bf16, bf16_deviations, bf16_errors, packed};
 use tandem::base::error::NonFinite;
+use tandem::data::pack::PackedBatch;
+use tandem::tensor::phase::Phase;
 use tandem::tensor::{Device, Precision};
-use tandem::train::config::{Activations, AttentionPath};
-use tandem::train::trainer::{Stepped, Trainer};
+use tandem::train::batch::bucket;
+use tandem::train::config::{Activations, AttentionPath, MethodConfig, OptimizerConfig};
+use tandem::train::report::StepReport;
+use tandem::train::trainer::{Stepped, Trainer, TrainerSetup};
 
 /// The GPU, or a reason to skip.
 fn gpu() -> Option<Device> {
@@ -144,4 +148,140 @@ fn a_step_behind_one_that_is_not_finite_changes_nothing() {
     assert_eq!(error.downcast::<NonFinite>().unwrap().step, 2);
     assert_eq!((trainer.steps_done(), trainer.flush().unwrap()), (1, None));
     assert!(adapter_values(&trainer) == before, "the step behind it was finite, and was left out all the same");
+}
+
+/// Those documents of a family, in that order, as one pack.
+fn pack_of(family: &Family, documents: impl Iterator<Item = usize>) -> PackedBatch {
+    let all = family.documents();
+    let (mut ids, mut labels, mut cu_seqlens) = (Vec::new(), Vec::new(), vec![0]);
+    for document in documents {
+        ids.extend(&all[document].input_ids);
+        labels.extend(&all[document].labels);
+        cu_seqlens.push(ids.len() as i32);
+    }
+    packed(&ids, &labels, &cu_seqlens)
+}
+
+/// Steps of two micro-batches each, their reports, and the adapters after them. Every size of pack is in the first two steps twice, so that from the
+/// third on nothing is new.
+fn steps_of_two_sizes(
+    family: &Family,
+    device: &Device,
+    trainer: &mut Trainer,
+    after_each: &mut dyn FnMut(u64, &Device),
+) -> (Vec<StepReport>, Vec<Vec<f32>>) {
+    let num_documents = family.documents().len();
+    let large = pack_of(family, 0..num_documents);
+    let turned = pack_of(family, (0..num_documents).rev());
+    let small = pack_of(family, 0..num_documents - 1);
+    let total = |pack: &PackedBatch| pack.input_ids.len();
+    assert_eq!(bucket(total(&large)), bucket(total(&turned)));
+    assert_ne!(bucket(total(&large)), bucket(total(&small)));
+    assert!(
+        large.cu_seqlens != turned.cu_seqlens && bucket(total(&small)) > total(&small),
+        "other documents, and padding"
+    );
+    let steps =
+        [[&large, &turned], [&small, &small], [&turned, &large], [&small, &large], [&turned, &small], [&large, &large]];
+    let mut reports = Vec::new();
+    for (number, step) in (1..).zip(steps) {
+        let stepped = trainer.step(&step.map(PackedBatch::clone), 0.0, &NEVER).unwrap();
+        let Stepped::Submitted(report) = stepped else { panic!("nobody stopped it") };
+        reports.extend(report.map(|report| *report));
+        after_each(number, device);
+    }
+    reports.extend(trainer.flush().unwrap());
+    (reports, adapter_values(trainer))
+}
+
+#[test]
+fn recorded_passes_give_the_same_bits_and_counts_as_queued_ones() {
+    let Some(device) = gpu() else { return };
+    for family in Family::all() {
+        for (activations, path) in [Activations::Keep, Activations::Recompute]
+            .into_iter()
+            .flat_map(|activations| [AttentionPath::Varlen, AttentionPath::Masked].map(|path| (activations, path)))
+        {
+            let what = format!("{}, {activations:?}, {path:?}", family.name);
+            let run = |graphs, after_each: &mut dyn FnMut(u64, &Device)| {
+                let mut trainer = family.lora_trainer_with(&device, activations, graphs);
+                trainer.model_mut().set_attention_path(path);
+                let done = steps_of_two_sizes(&family, &device, &mut trainer, after_each);
+                assert_eq!(trainer.unrecorded(), None, "{what}");
+                done
+            };
+            let bits = |reports: &[StepReport]| reports.iter().map(|r| r.loss.to_bits()).collect::<Vec<u64>>();
+            let (queued, queued_adapters) = run(false, &mut |_, _| ());
+            let (recorded, recorded_adapters) = run(true, &mut |_, _| ());
+            assert_eq!(bits(&recorded), bits(&queued), "{what}");
+            assert!(recorded_adapters == queued_adapters, "{what}: adapters differ");
+            // Memory that goes back to the driver takes the recordings with it.
+            let (again, again_adapters) = run(true, &mut |step, device| {
+                if step == 4 {
+                    device.trim();
+                }
+            });
+            assert_eq!(bits(&again), bits(&queued), "{what}, with less memory in between");
+            assert!(again_adapters == queued_adapters, "{what}: adapters differ, with less memory in between");
+
+            for (with, without) in recorded.iter().zip(&queued).skip(2) {
+                let (with_counts, without_counts) = (with.counters.unwrap(), without.counters.unwrap());
+                assert_eq!(with_counts.launches, without_counts.launches, "{what}: step {}", with.step);
+                if with.step >= 4 {
+                    assert_eq!((with_counts.host_syncs, with_counts.allocations), (0, 0), "{what}: step {}", with.step);
+                }
+                assert_eq!(with.total_tokens, without.total_tokens, "{what}: padding is not counted");
+                let measured = |report: &StepReport| -> Vec<Phase> {
+                    report.phases.iter().filter(|p| p.total_ms().is_some()).map(|p| p.phase).collect()
+                };
+                assert_eq!(measured(with), measured(without), "{what}: step {}", with.step);
+                let ms = |phase| with.phases.iter().find(|p| p.phase == phase).and_then(|p| p.total_ms()).unwrap();
+                for phase in [Phase::Attention, Phase::Mlp, Phase::HeadLoss, Phase::Optimizer] {
+                    assert!(ms(phase) > 0.0, "{what}: step {}: nothing of {phase:?} was measured", with.step);
+                }
+                let attributed: f64 = with.phases.iter().filter_map(|p| p.total_ms()).sum();
+                let sum = attributed + with.not_attributed_ms;
+                assert!((sum / with.step_ms - 1.0).abs() < 2e-2, "{what}: phases of {sum} ms in {} ms", with.step_ms);
+            }
+            let [with, without] = [&recorded, &queued].map(|reports| reports.last().unwrap());
+            println!(
+                "{what}: {} launches a step; {:.3} ms recorded, {:.3} ms queued",
+                with.counters.unwrap().launches,
+                with.step_ms,
+                without.step_ms
+            );
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_recorded_is_queued_and_the_reason_is_said() {
+    let Some(device) = gpu() else { return };
+    let family = Family::all().into_iter().next().unwrap();
+    let batch = family.batch();
+    let trainer = family.lora_trainer(&device, Activations::Recompute);
+    assert_eq!(trainer.unrecorded(), None);
+    drop(trainer);
+    let method = MethodConfig { lora_dropout: 0.1, ..family.method() };
+    let setup = TrainerSetup {
+        method,
+        optimizer: OptimizerConfig::default(),
+        activations: Activations::Recompute,
+        attention: AttentionPath::Varlen,
+        cuda_graphs: true,
+        seed: 0,
+        total_steps: 4,
+    };
+    let mut trainer = Trainer::new(family.model(&device), setup).unwrap();
+    for step in 0..3 {
+        trainer.step_and_wait(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap().unwrap();
+        let told = trainer.take_unrecorded();
+        assert_eq!(told.is_some_and(|why| why.contains("lora_dropout")), step == 0, "{told:?}");
+    }
+    let Device::Cuda(gpu) = &device else { panic!("a GPU") };
+    // A recording that waits is given up, and leaves a device that works.
+    let error = gpu.record(|| gpu.synchronize()).unwrap_err();
+    assert!(error.to_string().contains("recorded graph"), "{error:#}");
+    device.check().unwrap();
+    trainer.step_and_wait(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap().unwrap();
 }

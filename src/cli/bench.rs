@@ -28,6 +28,9 @@ pub struct BenchArgs {
     /// How attention knows the documents of a pack: varlen, masked.
     #[arg(long, value_delimiter = ',', default_value = "varlen", value_parser = attention)]
     attention: Vec<AttentionPath>,
+    /// Whether passes are recorded as CUDA graphs on a GPU: on, off. Each size of pack is recorded at its second pass.
+    #[arg(long, value_delimiter = ',', default_value = "on", value_parser = on_off)]
+    graphs: Vec<bool>,
     /// Steps before measuring.
     #[arg(long, default_value_t = 3)]
     warmup: usize,
@@ -41,7 +44,7 @@ pub struct BenchArgs {
     #[arg(long, default_value = "auto", value_parser = device)]
     device: DeviceChoice,
     /// Single operations at the sizes of an 8B model, instead of steps.
-    #[arg(long, conflicts_with_all = ["model", "tokens", "pack", "activations", "attention", "warmup", "steps", "r"])]
+    #[arg(long, conflicts_with_all = ["model", "tokens", "pack", "activations", "attention", "graphs", "warmup", "steps", "r"])]
     ops: bool,
     /// One JSON object a row.
     #[arg(long)]
@@ -64,6 +67,14 @@ fn attention(text: &str) -> std::result::Result<AttentionPath, String> {
     }
 }
 
+fn on_off(text: &str) -> std::result::Result<bool, String> {
+    match text {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        other => Err(format!("`{other}` is neither on nor off")),
+    }
+}
+
 fn device(text: &str) -> std::result::Result<DeviceChoice, String> {
     match text {
         "auto" => Ok(DeviceChoice::Auto),
@@ -82,11 +93,10 @@ pub fn run(args: &BenchArgs) -> Result<()> {
     }
     for model in &args.model {
         for &pack in &args.pack {
-            for (&activations, &attention) in args
-                .activations
-                .iter()
-                .flat_map(|activations| args.attention.iter().map(move |path| (activations, path)))
-            {
+            for (&activations, &attention, &cuda_graphs) in args.activations.iter().flat_map(|activations| {
+                let paths = args.attention.iter();
+                paths.flat_map(move |path| args.graphs.iter().map(move |graphs| (activations, path, graphs)))
+            }) {
                 let options = BenchOptions {
                     model: model.clone(),
                     tokens: args.tokens,
@@ -95,6 +105,7 @@ pub fn run(args: &BenchArgs) -> Result<()> {
                     steps: args.steps,
                     activations,
                     attention,
+                    cuda_graphs,
                     r: args.r,
                 };
                 let row = bench::run(&options, &device)?;
@@ -133,7 +144,19 @@ fn print_ops(out: &mut impl io::Write, device: &Device, json: bool) -> Result<()
 fn print_row(out: &mut impl io::Write, row: &BenchRow) -> io::Result<()> {
     let ms = |ms: Option<f64>| ms.map_or_else(|| "—".to_owned(), |ms| format!("{ms:.2}"));
     let pack = units::count(row.pack as u64);
-    writeln!(out, "{} · pack {pack} · {:?} · {:?} · {}", row.model, row.activations, row.attention, row.device)?;
+    let graphs = match row.cuda_graphs {
+        None => "",
+        Some(true) => " · graphs",
+        Some(false) => " · no graphs",
+    };
+    writeln!(
+        out,
+        "{} · pack {pack} · {:?} · {:?}{graphs} · {}",
+        row.model, row.activations, row.attention, row.device
+    )?;
+    if let Some(why) = &row.unrecorded {
+        writeln!(out, "  CUDA graphs are not used: {why}")?;
+    }
     writeln!(
         out,
         "  {} tokens/s · step {:.1} ms · peak {} · MFU {:.1} % ({:.1} of {:.0} TFLOP/s) · loss {:.3}",

@@ -68,7 +68,7 @@ impl PackedBatch {
     }
 
     /// Appends padding as a sequence of its own.
-    fn push_padding(&mut self, pad_id: i32, n: usize) {
+    pub fn push_padding(&mut self, pad_id: i32, n: usize) {
         self.push(&vec![pad_id; n], &vec![IGNORE_INDEX; n]);
         self.num_padding_tokens += n;
     }

@@ -76,6 +76,26 @@ impl DeviceBatch {
         })
     }
 
+    /// What the blocks read of a batch of as many tokens, in memory of its own, for [`Self::copy_from`]: ids and positions, none of them supervised.
+    pub fn twin(&self, device: &Device) -> Self {
+        let room = |len| device.empty_indices(MemoryCategory::Metadata, len);
+        Self {
+            id: self.id,
+            input_ids: room(self.total_tokens()),
+            position_ids: room(self.total_tokens()),
+            cu_seqlens: Vec::new(),
+            rows: room(0),
+            targets: room(0),
+            num_positions: self.total_tokens(),
+        }
+    }
+
+    /// Takes over ids and positions of another batch of as many tokens.
+    pub fn copy_from(&mut self, from: &Self) {
+        self.input_ids.copy_from(&from.input_ids);
+        self.position_ids.copy_from(&from.position_ids);
+    }
+
     /// Tokens of the batch.
     pub fn total_tokens(&self) -> usize {
         self.input_ids.len()

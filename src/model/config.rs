@@ -129,12 +129,12 @@ pub struct ModelConfig {
 }
 
 impl ModelConfig {
-    /// How many different windows the layers have, full attention among them.
-    pub fn num_windows(&self) -> usize {
+    /// The different windows that layers have; `None` is full attention.
+    pub fn windows(&self) -> Vec<Option<usize>> {
         let mut windows: Vec<Option<usize>> = self.sliding_window.clone();
         windows.sort_unstable();
         windows.dedup();
-        windows.len()
+        windows
     }
 
     /// Rows of `q_proj`: query heads times head width.

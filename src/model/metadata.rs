@@ -38,6 +38,17 @@ impl SequenceMetadata {
         self.tiles.num_bytes() + self.position_ids.as_ref().map_or(0, |ids| ids.len() * size_of::<i32>())
     }
 
+    /// The same sizes in memory of its own on the GPU, for [`Self::copy_from`], with a rotary table that serves every batch of as many tokens: what a
+    /// recorded pass reads.
+    pub(super) fn twin(&self, device: &Device, rope: Arc<RopeTable>) -> Self {
+        Self { tiles: self.tiles.twin(device), position_ids: None, rope }
+    }
+
+    /// Takes over the work lists of another batch of as many tokens.
+    pub(super) fn copy_from(&mut self, from: &Self) {
+        self.tiles.copy_from(&from.tiles);
+    }
+
     fn build(device: &Device, batch: &DeviceBatch, key: Key, rope: &Arc<RopeTable>, how: Metadata) -> Self {
         let (window, path) = (key.window, key.path);
         let tiles = |cu_seqlens: &[i32]| match (path, how) {
@@ -114,10 +125,18 @@ pub struct MetadataCache {
     state: Mutex<State>,
 }
 
+#[derive(Debug)]
+struct Entry {
+    key: Key,
+    metadata: Arc<SequenceMetadata>,
+    /// Built before the pass, and no layer has asked for it yet: the first one to ask counts as the one that had it built.
+    fresh: bool,
+}
+
 #[derive(Debug, Default)]
 struct State {
     /// The last one used at the back.
-    entries: VecDeque<(Key, Arc<SequenceMetadata>)>,
+    entries: VecDeque<Entry>,
     counts: CacheCounts,
 }
 
@@ -133,6 +152,33 @@ impl MetadataCache {
         self.metadata
     }
 
+    /// Whether all that a pass over a batch needs is built before it and kept until it is done.
+    pub fn holds_all(&self, num_windows: usize) -> bool {
+        self.metadata == Metadata::Cached && self.capacity >= num_windows
+    }
+
+    /// Builds the metadata of `batch` for `windows`, as far as they are kept: layers find them.
+    pub fn prepare(
+        &self,
+        device: &Device,
+        batch: &DeviceBatch,
+        windows: &[Option<usize>],
+        path: AttentionPath,
+        rope: &Arc<RopeTable>,
+    ) {
+        if !self.holds_all(windows.len()) {
+            return;
+        }
+        let mut state = self.lock();
+        for &window in windows {
+            let key = Key { batch: batch.id, window, path };
+            if !state.entries.iter().any(|entry| entry.key == key) {
+                let metadata = self.build(&mut state, device, batch, key, rope, Pass::Forward);
+                self.keep(&mut state, Entry { key, metadata, fresh: true });
+            }
+        }
+    }
+
     /// The metadata of `batch` for a window and path: those that are kept, or new ones.
     pub fn get_or_build(
         &self,
@@ -146,28 +192,65 @@ impl MetadataCache {
         let key = Key { batch: batch.id, window, path };
         let mut state = self.lock();
         state.counts.lookups += 1;
-        if let Some(at) = state.entries.iter().position(|(kept, _)| *kept == key)
+        if let Some(at) = state.entries.iter().position(|entry| entry.key == key)
             && let Some(entry) = state.entries.remove(at)
         {
-            state.counts.hits += 1;
-            let found = Arc::clone(&entry.1);
-            state.entries.push_back(entry);
-            return found;
+            state.counts.hits += u64::from(!entry.fresh);
+            let metadata = Arc::clone(&entry.metadata);
+            state.entries.push_back(Entry { fresh: false, ..entry });
+            return metadata;
         }
+        let metadata = self.build(&mut state, device, batch, key, rope, pass);
+        if self.metadata == Metadata::Cached {
+            self.keep(&mut state, Entry { key, metadata: Arc::clone(&metadata), fresh: false });
+        }
+        metadata
+    }
+
+    /// What is kept of a batch, if it is; not counted.
+    pub(super) fn kept(
+        &self,
+        batch: &DeviceBatch,
+        window: Option<usize>,
+        path: AttentionPath,
+    ) -> Option<Arc<SequenceMetadata>> {
+        let key = Key { batch: batch.id, window, path };
+        self.lock().entries.iter().find(|entry| entry.key == key).map(|entry| Arc::clone(&entry.metadata))
+    }
+
+    /// Counts the lookups of a pass that was recorded: `lookups` of them, all of what was built for it before.
+    pub fn count_recorded(&self, lookups: u64) {
+        let mut state = self.lock();
+        let fresh = state.entries.iter_mut().map(|entry| std::mem::take(&mut entry.fresh));
+        let first = fresh.map(u64::from).sum::<u64>();
+        state.counts.lookups += lookups;
+        state.counts.hits += lookups - first.min(lookups);
+    }
+
+    fn build(
+        &self,
+        state: &mut State,
+        device: &Device,
+        batch: &DeviceBatch,
+        key: Key,
+        rope: &Arc<RopeTable>,
+        pass: Pass,
+    ) -> Arc<SequenceMetadata> {
         let _phase = device.clock().enter(Phase::Metadata, pass, None);
         let built = Arc::new(SequenceMetadata::build(device, batch, key, rope, self.metadata));
         state.counts.builds += 1;
         state.counts.built_bytes += built.num_bytes() as u64;
-        if self.metadata == Metadata::Cached {
-            // Those of a batch that is done go without being missed.
-            state.entries.retain(|(kept, _)| kept.batch == key.batch);
-            while state.entries.len() >= self.capacity {
-                state.entries.pop_front();
-                state.counts.evictions += 1;
-            }
-            state.entries.push_back((key, Arc::clone(&built)));
-        }
         built
+    }
+
+    fn keep(&self, state: &mut State, entry: Entry) {
+        // Those of a batch that is done go without being missed.
+        state.entries.retain(|kept| kept.key.batch == entry.key.batch);
+        while state.entries.len() >= self.capacity {
+            state.entries.pop_front();
+            state.counts.evictions += 1;
+        }
+        state.entries.push_back(entry);
     }
 
     /// What the cache did so far.
@@ -196,12 +279,15 @@ mod tests {
         DeviceBatch::new(device, slices, 2).unwrap()
     }
 
-    /// Two passes of six layers with alternating windows.
-    fn passes(metadata: Metadata, capacity: usize) -> CacheCounts {
+    /// Two passes of six layers with alternating windows; with `prepare`, what is kept was built before them.
+    fn passes(metadata: Metadata, capacity: usize, prepare: bool) -> CacheCounts {
         let device = cpu(1);
         let rope = Arc::new(RopeTable::new(&device, &[1.0], 6));
         let cache = MetadataCache::new(MetadataPolicy { metadata, capacity }, 2);
         for batch in [batch(&device), batch(&device)] {
+            if prepare {
+                cache.prepare(&device, &batch, &[None, Some(2)], AttentionPath::Varlen, &rope);
+            }
             for layer in 0..6 {
                 let window = (layer % 2 == 0).then_some(2);
                 let found = cache.get_or_build(&device, &batch, window, AttentionPath::Varlen, &rope, Pass::Forward);
@@ -214,14 +300,29 @@ mod tests {
 
     #[test]
     fn one_build_for_a_batch_and_window_serves_all_layers() {
-        let counts = passes(Metadata::Cached, 0);
+        for prepare in [false, true] {
+            let counts = passes(Metadata::Cached, 0, prepare);
+            assert_eq!((counts.lookups, counts.hits, counts.builds, counts.evictions), (12, 8, 4, 0));
+            assert!(counts.built_bytes > 0);
+        }
+    }
+
+    #[test]
+    fn a_recorded_pass_counts_as_its_layers_do() {
+        let device = cpu(1);
+        let rope = Arc::new(RopeTable::new(&device, &[1.0], 6));
+        let cache = MetadataCache::new(MetadataPolicy::default(), 2);
+        for _ in 0..2 {
+            cache.prepare(&device, &batch(&device), &[None, Some(2)], AttentionPath::Varlen, &rope);
+            cache.count_recorded(6);
+        }
+        let counts = cache.counts();
         assert_eq!((counts.lookups, counts.hits, counts.builds, counts.evictions), (12, 8, 4, 0));
-        assert!(counts.built_bytes > 0);
     }
 
     #[test]
     fn one_entry_thrashes_where_windows_alternate() {
-        let counts = passes(Metadata::Cached, 1);
+        let counts = passes(Metadata::Cached, 1, true);
         assert_eq!((counts.lookups, counts.hits, counts.builds), (12, 0, 12));
         assert_eq!(counts.evictions, 10, "all but the first of each batch push another out");
     }
@@ -229,7 +330,7 @@ mod tests {
     #[test]
     fn baselines_keep_nothing() {
         for metadata in [Metadata::Fused, Metadata::Published] {
-            let counts = passes(metadata, 0);
+            let counts = passes(metadata, 0, true);
             assert_eq!((counts.lookups, counts.hits, counts.builds, counts.evictions), (12, 0, 12, 0));
         }
     }

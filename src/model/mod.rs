@@ -10,6 +10,7 @@ pub mod loading;
 pub mod lora;
 pub mod metadata;
 pub mod policy;
+pub mod recording;
 pub mod rotary;
 mod skeleton;
 pub mod transformer;

@@ -55,8 +55,11 @@ pub struct PassOptions<'a> {
     pub stop: &'a AtomicBool,
 }
 
+/// Where a block gets what it needs to know about the documents of its batch.
+pub(super) type Lookup<'a> = &'a dyn Fn(&Block, Pass) -> Arc<SequenceMetadata>;
+
 /// What a block left for its backward pass.
-struct Kept {
+pub(super) struct Kept {
     x: Tensor,
     /// With the metadata that it was made with.
     saved: Option<(BlockSaved, Arc<SequenceMetadata>)>,
@@ -146,7 +149,7 @@ impl Transformer {
             blocks,
             head,
             attention_path: AttentionPath::default(),
-            metadata: MetadataCache::new(MetadataPolicy::default(), config.num_windows()),
+            metadata: MetadataCache::new(MetadataPolicy::default(), config.windows().len()),
             inv_freq: rotary::inv_freq(config),
             rope: Mutex::default(),
         })
@@ -184,7 +187,12 @@ impl Transformer {
 
     /// Sets where layers get what they know of the documents, in every pass from now on. A new model keeps it in a cache.
     pub fn set_metadata_policy(&mut self, policy: MetadataPolicy) {
-        self.metadata = MetadataCache::new(policy, self.config.num_windows());
+        self.metadata = MetadataCache::new(policy, self.config.windows().len());
+    }
+
+    /// The metadata cache.
+    pub(super) fn metadata_cache(&self) -> &MetadataCache {
+        &self.metadata
     }
 
     /// What the metadata cache did so far.
@@ -215,42 +223,102 @@ impl Transformer {
         batch: &DeviceBatch,
         options: PassOptions<'_>,
     ) -> Option<()> {
-        let stopped = || options.stop.load(Ordering::Relaxed);
         if batch.rows.is_empty() {
             // No supervised token: no loss and no gradient.
-            return (!stopped()).then_some(());
+            return (!options.stop.load(Ordering::Relaxed)).then_some(());
         }
+        self.prepare_metadata(batch);
+        self.eager_pass(grads, loss, batch, options)
+    }
+
+    /// One pass whose every launch is queued by the host. `batch` has a supervised token.
+    pub(super) fn eager_pass(
+        &self,
+        grads: &mut Grads,
+        loss: &mut LossSum,
+        batch: &DeviceBatch,
+        options: PassOptions<'_>,
+    ) -> Option<()> {
+        let stopped = || options.stop.load(Ordering::Relaxed);
+        let metadata = |block: &Block, pass| self.metadata(batch, block.window, pass);
+        let _scope = self.device.pass_scope();
         let ctx = self.context(options.dropout);
-        let clock = self.device.clock();
-        let rope = self.rope(batch);
-        let metadata = |block: &Block, pass| self.metadata(batch, block, &rope, pass);
+        let (x, kept) = self.forward_blocks(&ctx, batch, &metadata, options.activations, &stopped)?;
+        let mut dx = ctx.scratch(&self.gradient_shape(&ctx, &x));
+        self.head_pass(&ctx, grads, loss, batch, options.weight, &x, &mut dx);
+        drop(x);
+        self.backward_blocks(&ctx, grads, batch, &metadata, kept, &mut dx, &stopped)?;
+        self.embedding_gradient(&ctx, grads, batch, &dx);
+        Some(())
+    }
+
+    /// Embedding and all blocks: the output of the last one [T, hidden], and what the backward pass needs; `None` when stopped on the way.
+    pub(super) fn forward_blocks(
+        &self,
+        ctx: &Context<'_>,
+        batch: &DeviceBatch,
+        metadata: Lookup<'_>,
+        activations: Activations,
+        stopped: &dyn Fn() -> bool,
+    ) -> Option<(Tensor, Vec<Kept>)> {
         let first = self.first_trained_block();
         let mut x = {
-            let _phase = clock.enter(Phase::HeadLoss, Pass::Forward, None);
-            self.embed_tokens.forward(&ctx, &batch.input_ids)
+            let _phase = self.device.clock().enter(Phase::HeadLoss, Pass::Forward, None);
+            self.embed_tokens.forward(ctx, &batch.input_ids)
         };
         let mut kept = Vec::with_capacity(self.blocks.len() - first);
         for (i, block) in self.blocks.iter().enumerate() {
             if stopped() {
                 return None;
             }
-            let keep = i >= first && options.activations == Activations::Keep;
+            let keep = i >= first && activations == Activations::Keep;
             let metadata = metadata(block, Pass::Forward);
-            let (out, saved) = block.forward(&ctx, metadata.sequences(batch), &x, keep);
+            let (out, saved) = block.forward(ctx, metadata.sequences(batch), &x, keep);
             let input = std::mem::replace(&mut x, out);
             if i >= first {
                 kept.push(Kept { x: input, saved: saved.map(|saved| (saved, metadata)) });
             }
         }
+        Some((x, kept))
+    }
+
+    /// Shape of the gradient of the residual stream `x` [T, hidden]: with room for the adapters that read it.
+    pub(super) fn gradient_shape(&self, ctx: &Context<'_>, x: &Tensor) -> [usize; 2] {
+        let columns = self.blocks.iter().map(|block| block.gradient_columns(ctx)).max();
+        [x.rows(), columns.unwrap_or(x.cols())]
+    }
+
+    /// The head over the output `x` of the last block: adds to `loss`, assigns the gradient of `x` to the first columns of `dx`.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one part of a pass")]
+    pub(super) fn head_pass(
+        &self,
+        ctx: &Context<'_>,
+        grads: &mut Grads,
+        loss: &mut LossSum,
+        batch: &DeviceBatch,
+        weight: f32,
+        x: &Tensor,
+        dx: &mut Tensor,
+    ) {
+        let _phase = self.device.clock().enter(Phase::HeadLoss, Pass::Forward, None);
         let supervised = Supervised { rows: &batch.rows, targets: &batch.targets };
-        let columns = self.blocks.iter().map(|block| block.gradient_columns(&ctx)).max().unwrap_or(x.cols());
-        let mut dx = ctx.scratch(&[x.rows(), columns]);
-        {
-            let _phase = clock.enter(Phase::HeadLoss, Pass::Forward, None);
-            let losses = self.head.forward_backward(&ctx, grads, &x, supervised, options.weight, &mut dx);
-            loss.add(&self.device, &losses);
-        }
-        drop(x);
+        let losses = self.head.forward_backward(ctx, grads, x, supervised, weight, dx);
+        loss.add(&self.device, &losses);
+    }
+
+    /// Backward of the blocks of [`Self::forward_blocks`], with the gradient in `dx`; `None` when stopped on the way.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one part of a pass")]
+    pub(super) fn backward_blocks(
+        &self,
+        ctx: &Context<'_>,
+        grads: &mut Grads,
+        batch: &DeviceBatch,
+        metadata: Lookup<'_>,
+        kept: Vec<Kept>,
+        dx: &mut Tensor,
+        stopped: &dyn Fn() -> bool,
+    ) -> Option<()> {
+        let first = self.first_trained_block();
         let embedding_trains = self.params.is_trainable(self.embed_tokens.weight);
         for (block, Kept { x, saved }) in self.blocks[first..].iter().zip(kept).rev() {
             if stopped() {
@@ -258,17 +326,21 @@ impl Transformer {
             }
             let (saved, metadata) = saved.unwrap_or_else(|| {
                 let metadata = metadata(block, Pass::Backward);
-                let _phase = clock.enter(Phase::Recompute, Pass::Backward, Some(block.index));
-                (block.recompute(&ctx, metadata.sequences(batch), &x), metadata)
+                let _phase = self.device.clock().enter(Phase::Recompute, Pass::Backward, Some(block.index));
+                (block.recompute(ctx, metadata.sequences(batch), &x), metadata)
             });
             let need_dx = embedding_trains || block.index as usize > first;
-            block.backward(&ctx, grads, metadata.sequences(batch), &x, saved, &mut dx, need_dx);
-        }
-        if embedding_trains {
-            let _phase = clock.enter(Phase::HeadLoss, Pass::Backward, None);
-            self.embed_tokens.backward(&ctx, grads, &batch.input_ids, dx.first_columns(self.config.hidden_size));
+            block.backward(ctx, grads, metadata.sequences(batch), &x, saved, dx, need_dx);
         }
         Some(())
+    }
+
+    /// Adds the gradient of the embedding's table, if that trains.
+    pub(super) fn embedding_gradient(&self, ctx: &Context<'_>, grads: &mut Grads, batch: &DeviceBatch, dx: &Tensor) {
+        if self.params.is_trainable(self.embed_tokens.weight) {
+            let _phase = self.device.clock().enter(Phase::HeadLoss, Pass::Backward, None);
+            self.embed_tokens.backward(ctx, grads, &batch.input_ids, dx.first_columns(self.config.hidden_size));
+        }
     }
 
     /// Loss in nats of each supervised row of a batch [R], f32, in the order of the rows; `None` when stopped on the way.
@@ -291,42 +363,57 @@ impl Transformer {
         })
     }
 
-    /// Output of the last block [T, hidden], keeping nothing.
+    /// Output of the last block [T, hidden], keeping nothing. It lies in the memory of passes: it must be dropped before the next one.
     fn hidden(&self, ctx: &Context<'_>, batch: &DeviceBatch, stop: &AtomicBool) -> Option<Tensor> {
-        let rope = self.rope(batch);
+        self.prepare_metadata(batch);
+        let _scope = self.device.pass_scope();
         let mut x = self.embed_tokens.forward(ctx, &batch.input_ids);
         for block in &self.blocks {
             if stop.load(Ordering::Relaxed) {
                 return None;
             }
-            let metadata = self.metadata(batch, block, &rope, Pass::Forward);
+            let metadata = self.metadata(batch, block.window, Pass::Forward);
             x = block.forward(ctx, metadata.sequences(batch), &x, false).0;
         }
         Some(x)
     }
 
-    fn context(&self, dropout: Option<DropoutState>) -> Context<'_> {
+    pub(super) fn context(&self, dropout: Option<DropoutState>) -> Context<'_> {
         Context { device: &self.device, params: &self.params, dropout }
     }
 
-    /// What `block` needs to know about the documents of `batch`.
-    fn metadata(&self, batch: &DeviceBatch, block: &Block, rope: &Arc<RopeTable>, pass: Pass) -> Arc<SequenceMetadata> {
-        self.metadata.get_or_build(&self.device, batch, block.window, self.attention_path, rope, pass)
+    /// Builds what layers need to know about the documents of `batch`, where that is kept: before a pass, whose memory is given back when it is done.
+    pub(super) fn prepare_metadata(&self, batch: &DeviceBatch) {
+        let rope = {
+            let _phase = self.device.clock().enter(Phase::Metadata, Pass::Forward, None);
+            self.rope_table(batch.num_positions)
+        };
+        self.metadata.prepare(&self.device, batch, &self.config.windows(), self.attention_path, &rope);
     }
 
-    /// The rotary table for the positions of a batch.
-    fn rope(&self, batch: &DeviceBatch) -> Arc<RopeTable> {
-        let _phase = self.device.clock().enter(Phase::Metadata, Pass::Forward, None);
+    /// What a layer with a window needs to know about the documents of `batch`.
+    pub(super) fn metadata(&self, batch: &DeviceBatch, window: Option<usize>, pass: Pass) -> Arc<SequenceMetadata> {
+        let rope = self.rope_table(batch.num_positions);
+        self.metadata.get_or_build(&self.device, batch, window, self.attention_path, &rope, pass)
+    }
+
+    /// The rotary table, for at least `num_positions` positions.
+    pub(super) fn rope_table(&self, num_positions: usize) -> Arc<RopeTable> {
         let mut rope = self.rope.lock().unwrap_or_else(PoisonError::into_inner);
-        match rope.as_ref().filter(|table| table.num_positions() >= batch.num_positions) {
+        match rope.as_ref().filter(|table| table.num_positions() >= num_positions) {
             Some(table) => Arc::clone(table),
             None => {
                 // Room to grow: documents that are longer bit by bit, as in generation, need few tables.
-                let num_positions = batch.num_positions.next_power_of_two();
+                let num_positions = num_positions.next_power_of_two();
                 let table = Arc::new(RopeTable::new(&self.device, &self.inv_freq, num_positions));
                 Arc::clone(rope.insert(table))
             }
         }
+    }
+
+    /// How attention knows the documents of a pack.
+    pub(super) fn attention_path(&self) -> AttentionPath {
+        self.attention_path
     }
 
     /// The lowest block whose backward pass is needed: below it nothing trains.

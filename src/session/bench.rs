@@ -54,6 +54,8 @@ pub struct BenchOptions {
     pub activations: Activations,
     /// How attention knows the documents of a pack.
     pub attention: AttentionPath,
+    /// Whether passes are recorded as CUDA graphs, on a GPU.
+    pub cuda_graphs: bool,
     /// Rank of the adapters on all linears.
     pub r: usize,
 }
@@ -73,6 +75,10 @@ pub struct BenchRow {
     pub activations: Activations,
     /// How attention knows the documents of a pack.
     pub attention: AttentionPath,
+    /// Whether passes were recorded as CUDA graphs; `None` on the CPU.
+    pub cuda_graphs: Option<bool>,
+    /// Why not, where it was asked for.
+    pub unrecorded: Option<String>,
     /// Tokens a second.
     pub tokens_per_sec: f64,
     /// Whole step, in milliseconds.
@@ -142,7 +148,7 @@ pub fn device(choice: DeviceChoice, precision: Precision) -> Result<Device> {
 /// # Errors
 /// When the model does not fit the device or the options make no batch.
 pub fn run(options: &BenchOptions, device: &Device) -> Result<BenchRow> {
-    let BenchOptions { tokens, pack, warmup, steps, activations, attention, r, .. } = *options;
+    let BenchOptions { tokens, pack, warmup, steps, activations, attention, cuda_graphs, r, .. } = *options;
     ensure!(
         pack >= 2 && tokens >= pack && tokens.is_multiple_of(pack),
         "tokens ({tokens}) must be a multiple of pack ({pack})"
@@ -160,6 +166,7 @@ pub fn run(options: &BenchOptions, device: &Device) -> Result<BenchRow> {
         optimizer: OptimizerConfig { schedule: ScheduleKind::Constant, ..OptimizerConfig::default() },
         activations,
         attention,
+        cuda_graphs,
         seed: 1,
         total_steps: (warmup + steps) as u64,
     };
@@ -187,6 +194,8 @@ pub fn run(options: &BenchOptions, device: &Device) -> Result<BenchRow> {
         tokens,
         activations,
         attention,
+        cuda_graphs: matches!(device, Device::Cuda(_)).then(|| cuda_graphs && trainer.unrecorded().is_none()),
+        unrecorded: trainer.unrecorded().map(str::to_owned),
         tokens_per_sec,
         step_ms: median.step_ms,
         phases: median.phases.iter().copied().filter(|time| time.total_ms().is_some()).collect(),

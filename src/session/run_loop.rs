@@ -135,6 +135,9 @@ impl<'a> Training<'a> {
         else {
             return Ok(Ended::Stopped);
         };
+        if let Some(why) = self.prepared.trainer.take_unrecorded() {
+            self.context.sink.note(NoteLevel::Info, format!("CUDA graphs are not used: {why}"));
+        }
         self.untold.push_back(next.epoch);
         if let Some(report) = report {
             self.tell(report);

@@ -1,12 +1,13 @@
 //! The phase clock: which part of a step the time went to, by the host's clock (CPU) or by device events (GPU).
 //!
 //! One thread drives a step, so phases form a stack; the outermost one claims the time (a forward pass inside `recompute` is recompute).
-//! On a GPU a step is closed when it is queued and read when the device has done it, which may be after the next one was queued.
+//! On a GPU a step is closed when it is queued and read when the device has done it, which may be after the next one was queued. Work that is recorded
+//! as a graph has its marks in the graph: its phases are a [`Script`], which every launch books anew.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use super::cuda::EventClock;
+use super::cuda::{EventClock, EventHandle};
 use super::phase::{LaneKind, Pass, Phase, PhaseTime, Span};
 
 /// Steps whose marks are kept: one being queued, one that waits to be read, and the one before it, at whose end that one began.
@@ -29,8 +30,12 @@ pub trait Marks: std::fmt::Debug + Send {
     fn reset(&mut self);
     /// Goes on to the next set.
     fn turn(&mut self);
-    /// Marks this point of the compute stream; `None` when the device failed.
+    /// The mark that would be made now.
+    fn next(&self) -> Mark;
+    /// Marks this point of the compute stream; `None` when the device failed. While a graph is recorded, the graph marks it when it runs.
     fn mark(&mut self) -> Option<Mark>;
+    /// Takes the next `count` marks of this set for a graph that makes them, and gives their names; `None` when the device failed.
+    fn take(&mut self, count: usize) -> Option<Vec<EventHandle>>;
     /// Milliseconds between two marks; `None` while the device has not passed both.
     fn elapsed_ms(&self, from: Mark, to: Mark) -> Option<f64>;
 }
@@ -70,6 +75,15 @@ struct DeviceClock {
     last_end: Option<Mark>,
     before: Option<Mark>,
     begin: Option<Mark>,
+    pending: Vec<Pending>,
+    /// While a graph is recorded: its first mark, and how many phases were booked before it.
+    script_start: Option<(Mark, usize)>,
+}
+
+/// The phases of work that is recorded as a graph; sets, numbers and launches of its marks count from its start.
+#[derive(Debug, Clone, Default)]
+pub struct Script {
+    num_marks: usize,
     pending: Vec<Pending>,
 }
 
@@ -119,7 +133,8 @@ impl PhaseClock {
     }
 
     fn with_marks(marks: Box<dyn Marks>) -> Self {
-        let device = DeviceClock { marks, last_end: None, before: None, begin: None, pending: Vec::new() };
+        let device =
+            DeviceClock { marks, last_end: None, before: None, begin: None, pending: Vec::new(), script_start: None };
         Self { state: Mutex::new(State { device: Some(device), ..State::default() }) }
     }
 
@@ -144,6 +159,46 @@ impl PhaseClock {
         let counts = state.depth == 1 && state.start.is_some();
         let mark = if counts { state.device.as_mut().and_then(|device| device.marks.mark()) } else { None };
         PhaseGuard { clock: self, phase, pass, layer, start: counts.then(Instant::now), mark }
+    }
+
+    /// Says that what follows is recorded as a graph, outside of any phase, and not done.
+    pub fn begin_script(&self) {
+        if let Some(device) = &mut self.lock().device {
+            device.script_start = Some((device.marks.next(), device.pending.len()));
+        }
+    }
+
+    /// The phases since [`Self::begin_script`], for [`Self::replay`]; they are not booked.
+    pub fn end_script(&self) -> Script {
+        let mut state = self.lock();
+        let Some(device) = &mut state.device else { return Script::default() };
+        let Some((first, booked)) = device.script_start.take() else { return Script::default() };
+        let relative =
+            |mark: Mark| Mark { set: 0, index: mark.index - first.index, launches: mark.launches - first.launches };
+        let pending = device.pending.drain(booked.min(device.pending.len())..);
+        let pending = pending.map(|phase| Pending { from: relative(phase.from), to: relative(phase.to), ..phase });
+        Script { num_marks: device.marks.next().index - first.index, pending: pending.collect() }
+    }
+
+    /// Books the phases of a graph that `launch` queues, with marks of their own, whose names `launch` gets; unless an outer phase claims the time or
+    /// no step is open. Nothing is queued when the device failed.
+    pub fn replay(&self, script: &Script, launch: impl FnOnce(&[EventHandle])) {
+        let mut state = self.lock();
+        let counts = state.depth == 0 && state.start.is_some();
+        let Some(device) = &mut state.device else { return };
+        let first = device.marks.next();
+        let Some(events) = device.marks.take(script.num_marks) else { return };
+        if counts {
+            let made = |mark: Mark| Mark {
+                set: first.set,
+                index: first.index + mark.index,
+                launches: first.launches + mark.launches,
+            };
+            let phases = script.pending.iter();
+            device.pending.extend(phases.map(|&phase| Pending { from: made(phase.from), to: made(phase.to), ..phase }));
+        }
+        drop(state);
+        launch(&events);
     }
 
     /// Ends the step: on a device, the queueing of it. The next step follows it directly unless [`Self::pause`] is called between them.
@@ -314,6 +369,14 @@ mod tests {
         launches: u64,
         set: usize,
         sets: [Vec<f64>; NUM_SETS],
+        /// While a graph is recorded: its work (in ms) and its marks, in order.
+        recorded: Option<Vec<Recorded>>,
+    }
+
+    #[derive(Debug, Clone, Copy)]
+    enum Recorded {
+        Work(f64),
+        Mark,
     }
 
     impl FakeDevice {
@@ -321,7 +384,44 @@ mod tests {
         fn work(&self, ms: f64) {
             let mut fake = self.0.lock().unwrap();
             fake.launches += 1;
-            fake.now_ms += ms;
+            match &mut fake.recorded {
+                Some(recorded) => recorded.push(Recorded::Work(ms)),
+                None => fake.now_ms += ms,
+            }
+        }
+
+        /// What `work` lets the device do, recorded and not done, with the phases of it.
+        fn record(&self, clock: &PhaseClock, work: impl FnOnce()) -> (Vec<Recorded>, Script) {
+            clock.begin_script();
+            let launches = self.0.lock().unwrap().launches;
+            self.0.lock().unwrap().recorded = Some(Vec::new());
+            work();
+            let mut fake = self.0.lock().unwrap();
+            fake.launches = launches;
+            let recorded = fake.recorded.take().unwrap();
+            drop(fake);
+            (recorded, clock.end_script())
+        }
+
+        /// Does recorded work, each piece `slower` times as slow; its marks are the last ones that were taken.
+        fn launch(&self, recorded: &[Recorded], slower: f64) {
+            let mut fake = self.0.lock().unwrap();
+            let set = fake.set;
+            let num_marks = recorded.iter().filter(|r| matches!(r, Recorded::Mark)).count();
+            let mut next = fake.sets[set].len() - num_marks;
+            for &piece in recorded {
+                match piece {
+                    Recorded::Work(ms) => {
+                        fake.launches += 1;
+                        fake.now_ms += slower * ms;
+                    }
+                    Recorded::Mark => {
+                        let now = fake.now_ms;
+                        fake.sets[set][next] = now;
+                        next += 1;
+                    }
+                }
+            }
         }
 
         /// Lets the device stand still for `ms`.
@@ -342,11 +442,30 @@ mod tests {
             fake.set = (fake.set + 1) % NUM_SETS;
         }
 
+        fn next(&self) -> Mark {
+            let fake = self.0.lock().unwrap();
+            Mark { set: fake.set, index: fake.sets[fake.set].len(), launches: fake.launches }
+        }
+
         fn mark(&mut self) -> Option<Mark> {
+            let mark = self.next();
             let mut fake = self.0.lock().unwrap();
-            let (set, now, launches) = (fake.set, fake.now_ms, fake.launches);
-            fake.sets[set].push(now);
-            Some(Mark { set, index: fake.sets[set].len() - 1, launches })
+            let now = fake.now_ms;
+            match &mut fake.recorded {
+                Some(recorded) => {
+                    recorded.push(Recorded::Mark);
+                    fake.sets[mark.set].push(f64::NAN);
+                }
+                None => fake.sets[mark.set].push(now),
+            }
+            Some(mark)
+        }
+
+        fn take(&mut self, count: usize) -> Option<Vec<EventHandle>> {
+            let mut fake = self.0.lock().unwrap();
+            let (set, taken) = (fake.set, fake.sets[fake.set].len() + count);
+            fake.sets[set].resize(taken, f64::NAN);
+            Some(Vec::new())
         }
 
         fn elapsed_ms(&self, from: Mark, to: Mark) -> Option<f64> {
@@ -418,5 +537,54 @@ mod tests {
         let times = clock.read(second);
         assert_eq!((times.step_ms, total(&times, Phase::Attention)), (22.0, None));
         assert_eq!(total(&times, Phase::DataWait), Some(5.0), "the device had nothing else to do meanwhile");
+    }
+
+    #[test]
+    fn a_recorded_script_books_every_launch_of_it_with_marks_of_its_own() {
+        let device = FakeDevice::default();
+        let clock = PhaseClock::with_marks(Box::new(device.clone()));
+        let block = || {
+            {
+                let _phase = clock.enter(Phase::Attention, Pass::Forward, Some(0));
+                device.work(3.0);
+            }
+            // Work between two phases is not attributed; it is no wait for the host.
+            device.work(0.5);
+            let _phase = clock.enter(Phase::Mlp, Pass::Forward, Some(0));
+            device.work(5.0);
+        };
+        let mut graph = None;
+        let mut step = |slower: &[f64]| {
+            clock.begin_step(true, 0.0);
+            drop(clock.enter(Phase::Metadata, Pass::Forward, None));
+            device.work(1.0);
+            let (recorded, script) = graph.get_or_insert_with(|| device.record(&clock, block));
+            for &slower in slower {
+                device.idle(0.25);
+                clock.replay(script, |_| device.launch(recorded, slower));
+            }
+            {
+                let _phase = clock.enter(Phase::Optimizer, Pass::Step, None);
+                device.work(2.0);
+            }
+            clock.end_step()
+        };
+        // The first step records, and is one in which two micro-batches launch the graph; the next one is queued before it is read.
+        let closed = [step(&[1.0, 2.0]), step(&[4.0])];
+        let read = closed.map(|closed| clock.read(closed));
+        for (times, factor, launches) in [(&read[0], 3.0, 2.0), (&read[1], 4.0, 1.0)] {
+            assert_eq!(total(times, Phase::Attention), Some(3.0 * factor));
+            assert_eq!(total(times, Phase::Mlp), Some(5.0 * factor));
+            assert_eq!(total(times, Phase::Optimizer), Some(2.0));
+            assert_eq!(times.step_ms, 1.0 + 8.5 * factor + 0.25 * launches + 2.0);
+        }
+        let spans = |times: &StepTimes| times.spans.iter().map(|s| (s.phase, s.start_ms)).collect::<Vec<_>>();
+        let (attention, mlp) = (Phase::Attention, Phase::Mlp);
+        assert_eq!(
+            spans(&read[0])[1..],
+            [(attention, 1.25), (mlp, 4.75), (attention, 10.0), (mlp, 17.0), (Phase::Optimizer, 27.0)],
+        );
+        // Between the two launches, and nowhere else, there was nothing to do.
+        assert_eq!([0, 1].map(|step| total(&read[step], Phase::HostWait)), [Some(0.25), Some(0.0)]);
     }
 }

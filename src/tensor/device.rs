@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use anyhow::Context as _;
 
-use super::clock::PhaseClock;
-use super::cuda::{CounterValues, CudaDevice, EventClock};
+use super::clock::{PhaseClock, Script};
+use super::cuda::{CounterValues, CudaDevice, EventClock, Graph, PassScope};
 use super::dtype::{DType, Precision};
 use super::memory::{Ledger, MemoryCategory, MemoryReport};
 use super::pool::CpuPool;
@@ -39,6 +39,33 @@ impl std::ops::Deref for Gpu {
 
     fn deref(&self) -> &CudaDevice {
         &self.device
+    }
+}
+
+/// A part of a step that was recorded on a GPU: its work, and the phases that the work belongs to.
+#[derive(Debug)]
+pub struct Segment {
+    graph: Graph,
+    script: Script,
+}
+
+impl Gpu {
+    /// Records what `work` queues instead of doing it ([`CudaDevice::capture`]), outside of any phase.
+    ///
+    /// # Errors
+    /// When something in `work` failed or cannot be recorded. Nothing was done then.
+    pub fn record<R>(&self, work: impl FnOnce() -> R) -> Result<(R, Segment)> {
+        self.clock.begin_script();
+        let captured = self.device.capture(work);
+        let script = self.clock.end_script();
+        let (returned, graph) = captured?;
+        Ok((returned, Segment { graph, script }))
+    }
+
+    /// Queues a recorded part, and books its phases in the step that is open.
+    pub fn replay(&self, segment: &mut Segment) {
+        let Segment { graph, script } = segment;
+        self.clock.replay(script, |events| graph.launch(events));
     }
 }
 
@@ -121,6 +148,14 @@ impl Device {
                 gpu.bind();
                 work()
             }
+        }
+    }
+
+    /// Lets a pass take its memory from the GPU's arena of passes: what is allocated while the scope lives must be dropped before the next pass.
+    pub fn pass_scope(&self) -> Option<PassScope<'_>> {
+        match self {
+            Self::Cpu(_) => None,
+            Self::Cuda(gpu) => Some(gpu.pass_scope()),
         }
     }
 

@@ -12,7 +12,7 @@ pub mod view;
 mod pool;
 mod storage;
 
-pub use device::{CpuDevice, Device, Gpu};
+pub use device::{CpuDevice, Device, Gpu, Segment};
 pub use dtype::{DType, Precision};
 pub use memory::MemoryCategory;
 pub use storage::{Indices, Tensor};

@@ -93,6 +93,19 @@ impl Tensor {
         }
     }
 
+    /// The memory of a GPU tensor under a second name that does not own it and is not booked. Whoever has it uses it only while the memory holds
+    /// what was meant: between two recorded graphs, under [`HeldPass`](super::cuda::HeldPass).
+    pub fn alias(&self) -> Self {
+        match &self.storage {
+            Storage::Host { .. } => unreachable!("only the memory of recorded graphs has a second name"),
+            Storage::Cuda(buffer) => {
+                let device = buffer.device();
+                let charge = device.ledger().charge(self.category(), 0);
+                Self::from_parts(&self.shape, self.dtype, Storage::Cuda(device.alias(buffer)), charge)
+            }
+        }
+    }
+
     /// A copy of the values on the host. From a GPU this waits for the device.
     pub fn to_vec(&self) -> Vec<f32> {
         self.read_rows(0, 1, self.len(), self.len())
@@ -226,6 +239,18 @@ impl Indices {
         match &self.storage {
             IndexStorage::Host(data) => data.clone(),
             IndexStorage::Cuda(buffer) => buffer.device().download(buffer.pointer(), self.len),
+        }
+    }
+
+    /// Takes over the values of `from`, as many, on the same device; on a GPU in stream order, and, as in an upload, no launch is counted.
+    pub fn copy_from(&mut self, from: &Self) {
+        assert_eq!(self.len, from.len, "integers of another number");
+        match (&mut self.storage, &from.storage) {
+            (IndexStorage::Host(to), IndexStorage::Host(from)) => to.copy_from_slice(from),
+            (IndexStorage::Cuda(to), IndexStorage::Cuda(from)) => {
+                to.device().bring(from.pointer(), to.pointer(), self.len * size_of::<i32>());
+            }
+            _ => unreachable!("a copy between devices"),
         }
     }
 

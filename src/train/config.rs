@@ -136,6 +136,8 @@ pub struct TrainConfig {
     pub activations: Activations,
     /// How attention knows the documents of a pack.
     pub attention: AttentionPath,
+    /// On a GPU, whether passes over batches of as many tokens are recorded as CUDA graphs and launched as a whole.
+    pub cuda_graphs: bool,
     /// Arithmetic of the CPU engine.
     pub precision: Precision,
     /// Where to train.
@@ -156,6 +158,7 @@ impl Default for TrainConfig {
             save_every: 0,
             activations: Activations::Recompute,
             attention: AttentionPath::Varlen,
+            cuda_graphs: true,
             precision: Precision::F32,
             device: DeviceChoice::Auto,
             threads: 0,

@@ -16,6 +16,7 @@ use crate::data::pack::PackedBatch;
 use crate::layers::DropoutState;
 use crate::layers::parameter::Grads;
 use crate::model::lora::LoraSpec;
+use crate::model::recording::Recordings;
 use crate::model::transformer::{PassOptions, Transformer};
 use crate::ops::cross_entropy::LossSum;
 use crate::ops::norm::{ClipValues, first_non_finite};
@@ -36,6 +37,8 @@ pub struct TrainerSetup {
     pub activations: Activations,
     /// How attention knows the documents of a pack, in training and evaluation.
     pub attention: AttentionPath,
+    /// Whether passes are recorded as CUDA graphs, on a GPU.
+    pub cuda_graphs: bool,
     /// Seed of adapter initialization and dropout.
     pub seed: u64,
     /// Optimizer steps of the run, for the schedule.
@@ -59,6 +62,10 @@ pub fn lora_spec(method: &MethodConfig) -> Option<LoraSpec> {
 /// A model in training.
 #[derive(Debug)]
 pub struct Trainer {
+    /// Passes recorded so far. They read the model and write the gradients, so they go before those.
+    recordings: Recordings,
+    /// Whether somebody was told why passes are not recorded.
+    told_unrecorded: bool,
     model: Transformer,
     setup: TrainerSetup,
     grads: Grads,
@@ -116,7 +123,18 @@ impl Trainer {
         let grads = Grads::new(model.params());
         let optimizer = Optimizer::new(&model);
         let reports_late = matches!(model.device(), Device::Cuda(_));
-        Ok(Self { model, setup, grads, optimizer, reports_late, submitted: None, failed: false })
+        let recordings = Recordings::new(setup.cuda_graphs);
+        Ok(Self {
+            recordings,
+            told_unrecorded: false,
+            model,
+            setup,
+            grads,
+            optimizer,
+            reports_late,
+            submitted: None,
+            failed: false,
+        })
     }
 
     /// The model.
@@ -124,14 +142,26 @@ impl Trainer {
         &self.model
     }
 
-    /// The model, to set adapters before the first step.
+    /// The model, to set adapters before the first step. What was recorded of it is recorded anew.
     pub fn model_mut(&mut self) -> &mut Transformer {
+        self.recordings.forget();
         &mut self.model
     }
 
     /// Gradients of the last step.
     pub fn grads(&self) -> &Grads {
         &self.grads
+    }
+
+    /// Why passes are not recorded as CUDA graphs although that was asked for; known after the first steps.
+    pub fn unrecorded(&self) -> Option<&str> {
+        self.recordings.unused()
+    }
+
+    /// As [`Self::unrecorded`], once: for a log.
+    pub fn take_unrecorded(&mut self) -> Option<&str> {
+        let untold = !std::mem::replace(&mut self.told_unrecorded, self.recordings.unused().is_some());
+        self.recordings.unused().filter(|_| untold)
     }
 
     /// Optimizer updates done, on a GPU with the one that is queued.
@@ -182,7 +212,8 @@ impl Trainer {
                 dropout: Some(DropoutState { seed: self.setup.seed, step: number, micro_batch: i as u32 }),
                 stop,
             };
-            let done = self.model.forward_backward(&mut self.grads, &mut loss, &uploaded, options);
+            let Self { model, recordings, grads, .. } = self;
+            let done = model.forward_backward_recorded(recordings, grads, &mut loss, &uploaded, options);
             if done.is_none() || stop.load(Ordering::Relaxed) {
                 device.check()?;
                 return Ok(Stepped::Stopped);

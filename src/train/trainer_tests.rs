@@ -43,7 +43,8 @@ fn optimizer() -> OptimizerConfig {
 
 fn setup(method: MethodConfig, activations: Activations) -> TrainerSetup {
     let attention = AttentionPath::Varlen;
-    TrainerSetup { method, optimizer: optimizer(), activations, attention, seed: 5, total_steps: 10 }
+    let optimizer = optimizer();
+    TrainerSetup { method, optimizer, activations, attention, cuda_graphs: true, seed: 5, total_steps: 10 }
 }
 
 fn full() -> MethodConfig {

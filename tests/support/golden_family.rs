@@ -142,8 +142,13 @@ impl Family {
         }
     }
 
-    /// A trainer with the reference's adapter at its start values.
+    /// A trainer with the reference's adapter at its start values; on a GPU its passes are recorded.
     pub fn lora_trainer(&self, device: &Device, activations: Activations) -> Trainer {
+        self.lora_trainer_with(device, activations, true)
+    }
+
+    /// As [`Self::lora_trainer`], with or without CUDA graphs.
+    pub fn lora_trainer_with(&self, device: &Device, activations: Activations, cuda_graphs: bool) -> Trainer {
         let optimizer = OptimizerConfig {
             lr: 1e-2,
             weight_decay: 0.01,
@@ -152,7 +157,7 @@ impl Family {
             ..OptimizerConfig::default()
         };
         let (method, attention) = (self.method(), AttentionPath::Varlen);
-        let setup = TrainerSetup { method, optimizer, activations, attention, seed: 0, total_steps: 6 };
+        let setup = TrainerSetup { method, optimizer, activations, attention, cuda_graphs, seed: 0, total_steps: 6 };
         let mut trainer = Trainer::new(self.model(device), setup).unwrap();
         set_adapters(&mut trainer, &self.case);
         trainer

@@ -62,6 +62,16 @@ impl DenseMask {
         Self { words, stride }
     }
 
+    /// Room for a mask of the same size, for [`Self::copy_from`].
+    pub(super) fn twin(&self, device: &Device) -> Self {
+        Self { words: device.empty_indices(MemoryCategory::Metadata, self.words.len()), stride: self.stride }
+    }
+
+    /// Takes over a mask of the same size.
+    pub(super) fn copy_from(&mut self, from: &Self) {
+        self.words.copy_from(&from.words);
+    }
+
     /// On the CPU: whether row `query` sees row `key`.
     #[inline]
     pub(super) fn sees(&self, query: usize, key: usize) -> bool {

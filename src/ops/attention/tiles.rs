@@ -103,6 +103,33 @@ impl TileList {
         list
     }
 
+    /// Lists of the same size in memory of their own on the GPU, for [`Self::copy_from`]: what a recorded graph reads. Those of the host are left out.
+    pub fn twin(&self, device: &Device) -> Self {
+        let room = |indices: &Indices| device.empty_indices(MemoryCategory::Metadata, indices.len());
+        Self {
+            query_tiles: Vec::new(),
+            key_tiles: Vec::new(),
+            bounds: self.bounds.as_ref().map(room),
+            work: self.work.as_ref().map(room),
+            mask: self.mask.as_ref().map(|mask| mask.twin(device)),
+            ..*self
+        }
+    }
+
+    /// Takes over the GPU's lists of another batch of as many rows, for the same window and path. Lists have their places by the number of rows
+    /// alone, and kernels are launched for as many tiles as there can be: a graph that reads these lists serves every such batch.
+    pub fn copy_from(&mut self, from: &Self) {
+        assert_eq!((self.total_tokens, self.window), (from.total_tokens, from.window), "lists of another size");
+        assert_eq!(self.mask.is_some(), from.mask.is_some(), "lists of another path");
+        let pairs = [(&mut self.bounds, &from.bounds), (&mut self.work, &from.work)];
+        for (to, from) in pairs.into_iter().filter_map(|(to, from)| to.as_mut().zip(from.as_ref())) {
+            to.copy_from(from);
+        }
+        if let Some((to, from)) = self.mask.as_mut().zip(from.mask.as_ref()) {
+            to.copy_from(from);
+        }
+    }
+
     /// The dense mask of the masked path.
     pub fn mask(&self) -> Option<&DenseMask> {
         self.mask.as_ref()

@@ -106,6 +106,7 @@ pub const FIELDS: &[Field] = &[
     field("train", "save_every", FieldKind::Integer),
     field("train", "activations", FieldKind::Choice(&["keep", "recompute"])),
     field("train", "attention", FieldKind::Choice(&["varlen", "masked"])),
+    field("train", "cuda_graphs", FieldKind::Bool),
     field("train", "precision", FieldKind::Choice(&["f32", "bf16"])),
     field("train", "device", FieldKind::Choice(&["auto", "cpu", "cuda"])),
     field("train", "threads", FieldKind::Integer),

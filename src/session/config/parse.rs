@@ -329,6 +329,7 @@ mod tests {
                 ("optimizer.lr", "1e-3"),
                 ("train.activations", "keep"),
                 ("train.attention", "masked"),
+                ("train.cuda_graphs", "false"),
                 ("data.path", "/abs/d.txt"),
             ],
         )
@@ -339,6 +340,7 @@ mod tests {
         assert_eq!(config.optimizer.lr, 1e-3);
         assert_eq!(config.train.activations, crate::train::config::Activations::Keep);
         assert_eq!(config.train.attention, crate::train::config::AttentionPath::Masked);
+        assert!(!config.train.cuda_graphs);
         assert_eq!(config.data.path, Path::new("/abs/d.txt"));
         assert_eq!(
             error(BASE, &[("method.lora_alpa", "8"), ("train.threads", "two")]),

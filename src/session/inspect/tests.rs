@@ -41,6 +41,7 @@ fn trainable_weights_are_those_the_trainer_trains() {
             optimizer: OptimizerConfig::default(),
             activations: Activations::Keep,
             attention: AttentionPath::Varlen,
+            cuda_graphs: true,
             seed: 0,
             total_steps: 1,
         };

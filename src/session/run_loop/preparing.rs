@@ -88,6 +88,7 @@ pub(super) fn prepare(context: &RunContext) -> Result<Option<Prepared>> {
             optimizer: config.optimizer.clone(),
             activations: config.train.activations,
             attention: config.train.attention,
+            cuda_graphs: config.train.cuda_graphs,
             seed: config.seed,
             total_steps,
         },

@@ -1,6 +1,6 @@
 //! Time on the device: events recorded on the compute stream, read when the device has passed them.
 
-use cudarc::driver::sys::CUevent_flags;
+use cudarc::driver::sys::{CUevent, CUevent_flags};
 use cudarc::driver::{CudaEvent, result};
 
 use super::CudaDevice;
@@ -15,6 +15,25 @@ pub struct EventClock {
     used: usize,
 }
 
+/// Names an event of the clock to the driver.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct EventHandle(CUevent);
+
+// SAFETY: a name; the driver takes it from any thread.
+unsafe impl Send for EventHandle {}
+// SAFETY: as above.
+unsafe impl Sync for EventHandle {}
+
+impl EventHandle {
+    pub(super) fn of(event: &CudaEvent) -> Self {
+        Self(event.cu_event())
+    }
+
+    pub(super) fn get(self) -> CUevent {
+        self.0
+    }
+}
+
 impl std::fmt::Debug for EventClock {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("EventClock").field("used", &self.used).finish_non_exhaustive()
@@ -25,6 +44,16 @@ impl EventClock {
     /// A clock for the compute stream of `device`.
     pub fn new(device: CudaDevice) -> Self {
         Self { device, sets: Default::default(), set: 0, used: 0 }
+    }
+
+    /// The next event of this set, made if there is none.
+    fn next_event(&mut self) -> Option<&CudaEvent> {
+        let events = &mut self.sets[self.set];
+        if self.used == events.len() {
+            let event = self.device.context().new_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
+            events.push(self.device.latch_result(event, "making a timing event")?);
+        }
+        events.get(self.used)
     }
 }
 
@@ -38,16 +67,25 @@ impl Marks for EventClock {
         self.used = 0;
     }
 
+    fn next(&self) -> Mark {
+        Mark { set: self.set, index: self.used, launches: self.device.counters().launches }
+    }
+
     fn mark(&mut self) -> Option<Mark> {
-        let events = &mut self.sets[self.set];
-        if self.used == events.len() {
-            let event = self.device.context().new_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
-            events.push(self.device.latch_result(event, "making a timing event")?);
-        }
-        let recorded = events[self.used].record(self.device.stream());
-        self.device.latch_result(recorded, "recording a timing event")?;
+        let device = self.device.clone();
+        device.latch_result(device.record_event(self.next_event()?), "recording a timing event")?;
+        let mark = self.next();
         self.used += 1;
-        Some(Mark { set: self.set, index: self.used - 1, launches: self.device.counters().launches })
+        Some(mark)
+    }
+
+    fn take(&mut self, count: usize) -> Option<Vec<EventHandle>> {
+        let mut handles = Vec::with_capacity(count);
+        for _ in 0..count {
+            handles.push(EventHandle::of(self.next_event()?));
+            self.used += 1;
+        }
+        Some(handles)
     }
 
     fn elapsed_ms(&self, from: Mark, to: Mark) -> Option<f64> {

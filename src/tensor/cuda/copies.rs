@@ -72,7 +72,7 @@ impl CudaDevice {
 
     /// As [`Self::upload`], to rows with gaps between them; `values` holds them one after the other.
     pub fn upload_rows<T: Copy>(&self, pointer: u64, rows: Pitched, values: &[T]) {
-        if values.is_empty() || self.has_failed() {
+        if values.is_empty() || self.has_failed() || self.refuses_while_capturing("copying to the device") {
             return;
         }
         let bytes = bytes_of(values);
@@ -95,7 +95,7 @@ impl CudaDevice {
             return self.download(pointer, len);
         }
         let mut values = vec![T::default(); len];
-        if len > 0 && !self.has_failed() {
+        if len > 0 && !self.has_failed() && !self.refuses_while_capturing("copying to the host") {
             let copy = CUDA_MEMCPY2D {
                 srcMemoryType: CUmemorytype::CU_MEMORYTYPE_DEVICE,
                 srcDevice: pointer,
@@ -117,10 +117,17 @@ impl CudaDevice {
 
     /// Copies within the device, in stream order.
     pub fn copy(&self, from: u64, to: u64, bytes: usize) {
+        if bytes > 0 && !self.has_failed() {
+            self.count_launch();
+            self.bring(from, to, bytes);
+        }
+    }
+
+    /// As [`Self::copy`], for what a batch brings to a recorded graph. As uploads of batches do, it counts as no launch.
+    pub fn bring(&self, from: u64, to: u64, bytes: usize) {
         if bytes == 0 || self.has_failed() {
             return;
         }
-        self.count_launch();
         // SAFETY: both ranges are owned by the caller and do not overlap.
         let status = unsafe { result::memcpy_dtod_async(to, from, bytes, self.inner.stream.cu_stream()) };
         self.latch_result(status, "copying on the device");
@@ -129,7 +136,7 @@ impl CudaDevice {
     /// Copies device values to the host and waits for them: a host sync.
     pub fn download<T: Copy + Default>(&self, pointer: u64, len: usize) -> Vec<T> {
         let mut values = vec![T::default(); len];
-        if len > 0 && !self.has_failed() {
+        if len > 0 && !self.has_failed() && !self.refuses_while_capturing("copying to the host") {
             // SAFETY: the destination lives until the synchronization below.
             let status = unsafe { result::memcpy_dtoh_async(&mut values, pointer, self.inner.stream.cu_stream()) };
             self.latch_result(status, "copying to the host");

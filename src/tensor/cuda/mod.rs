@@ -8,7 +8,9 @@ pub mod arena;
 pub mod blaslt;
 mod clock;
 mod copies;
+pub mod graph;
 pub mod images;
+mod pass;
 mod pinned;
 pub mod probe;
 mod readback;
@@ -26,9 +28,12 @@ use serde::{Deserialize, Serialize};
 
 use super::memory::{Ledger, MemoryCategory};
 use crate::base::error::{NoDevice, OutOfMemory, Result};
-use arena::{Arena, Block};
-pub use clock::EventClock;
+use arena::{Arena, Block, Pool};
+pub use clock::{EventClock, EventHandle};
 pub use copies::Pitched;
+use graph::Capture;
+pub use graph::Graph;
+pub use pass::{HeldPass, PassMemory, PassScope};
 pub use probe::DeviceFacts;
 pub use readback::{ReadSlot, Readback};
 use staging::Staging;
@@ -45,7 +50,12 @@ struct Inner {
     facts: DeviceFacts,
     /// Kernel functions by name, from every embedded image.
     functions: HashMap<String, Function>,
-    arena: Arc<Arena>,
+    /// Memory of what lasts, and of the pass that runs.
+    arenas: [Arena; 2],
+    /// Whether a pass runs: it takes its memory from the second arena.
+    in_pass: AtomicBool,
+    /// Of the graph that is being recorded, if one is.
+    capture: Mutex<Option<Capture>>,
     ledger: Arc<Ledger>,
     latch: Mutex<Option<anyhow::Error>>,
     failed: AtomicBool,
@@ -160,7 +170,7 @@ impl Drop for CudaBuffer {
     fn drop(&mut self) {
         if let Some(block) = self.block.take() {
             // Reuse is ordered by the one compute stream that all work runs on.
-            self.device.inner.arena.free(block);
+            self.device.arena(block.pool()).free(block);
         }
     }
 }
@@ -188,14 +198,17 @@ impl CudaDevice {
             tracing::info!("Tandem's own kernels compute matrix products: {reason}");
         }
         let staging = Staging::new(&context).context("the CUDA driver refused page-locked memory")?;
-        let arena = Arc::new(Arena::new(Arc::clone(&context), vram_limit_bytes));
+        let arena = |pool| Arena::new(pool, Arc::clone(&context), vram_limit_bytes);
+        let arenas = [arena(Pool::Lasting), arena(Pool::Pass)];
         Ok(Self {
             inner: Arc::new(Inner {
                 context,
                 stream,
                 facts,
                 functions,
-                arena,
+                arenas,
+                in_pass: AtomicBool::new(false),
+                capture: Mutex::default(),
                 ledger: Arc::default(),
                 latch: Mutex::default(),
                 failed: AtomicBool::new(false),
@@ -243,13 +256,14 @@ impl CudaDevice {
         Some((total - free) as u64)
     }
 
-    /// The counters as they stand, allocations by the arena included.
+    /// The counters as they stand, allocations by the arenas included.
     pub fn counters(&self) -> CounterValues {
         let Counters { launches, host_syncs, allocations, .. } = &self.inner.counters;
         CounterValues {
             launches: launches.load(Ordering::Relaxed),
             host_syncs: host_syncs.load(Ordering::Relaxed),
-            allocations: allocations.load(Ordering::Relaxed) + self.inner.arena.num_allocations(),
+            allocations: allocations.load(Ordering::Relaxed)
+                + self.inner.arenas.iter().map(Arena::num_allocations).sum::<u64>(),
         }
     }
 
@@ -270,16 +284,29 @@ impl CudaDevice {
         }
     }
 
+    fn arena(&self, pool: Pool) -> &Arena {
+        &self.inner.arenas[pool as usize]
+    }
+
+    /// The arena that serves now.
+    fn current_arena(&self) -> &Arena {
+        self.arena(if self.inner.in_pass.load(Ordering::Relaxed) { Pool::Pass } else { Pool::Lasting })
+    }
+
     /// Memory for `bytes` bytes. On failure the device is latched with [`OutOfMemory`] and the buffer's address is 0.
     pub fn alloc(&self, category: MemoryCategory, bytes: usize) -> CudaBuffer {
         let empty = |device: &Self| CudaBuffer { block: None, pointer: 0, bytes, device: device.clone() };
         if bytes == 0 || self.has_failed() {
             return empty(self);
         }
-        // Slabs that nobody uses may be too small, or in the way: before giving up they go back to the driver.
-        let block = self.inner.arena.alloc(bytes).or_else(|_| {
+        let arena = self.current_arena();
+        let block = arena.alloc(bytes).or_else(|free_bytes| {
+            if self.is_capturing() {
+                return Err(free_bytes);
+            }
+            // Slabs that nobody uses may be too small, or in the way: before giving up they go back to the driver.
             self.trim();
-            self.inner.arena.alloc(bytes)
+            arena.alloc(bytes)
         });
         match block {
             Ok(block) => self.buffer(block, bytes),
@@ -296,7 +323,12 @@ impl CudaDevice {
         if bytes == 0 || self.has_failed() {
             return None;
         }
-        self.inner.arena.alloc(bytes).ok().map(|block| self.buffer(block, bytes))
+        self.current_arena().alloc(bytes).ok().map(|block| self.buffer(block, bytes))
+    }
+
+    /// A second buffer over memory that it does not own: who has it keeps the memory.
+    pub(super) fn alias(&self, buffer: &CudaBuffer) -> CudaBuffer {
+        CudaBuffer { block: None, pointer: buffer.pointer, bytes: buffer.bytes, device: self.clone() }
     }
 
     fn buffer(&self, block: Block, bytes: usize) -> CudaBuffer {
@@ -369,6 +401,9 @@ impl CudaDevice {
 
     /// Waits until the device has done everything: a host sync.
     pub fn synchronize(&self) {
+        if self.refuses_while_capturing("waiting for the device") {
+            return;
+        }
         self.inner.counters.host_syncs.fetch_add(1, Ordering::Relaxed);
         self.latch_result(self.inner.stream.synchronize(), "waiting for the device");
     }
@@ -383,10 +418,10 @@ impl CudaDevice {
         error.map_or(Ok(()), Err)
     }
 
-    /// Gives memory that no tensor uses back to the driver.
+    /// Gives memory that no tensor uses back to the driver. What was recorded before must be recorded again ([`Self::is_current`]).
     pub fn trim(&self) {
         self.synchronize();
-        self.inner.arena.trim();
+        self.inner.arenas.iter().for_each(Arena::trim);
     }
 
     pub(super) fn latch_result<T, E: Into<anyhow::Error>>(
@@ -405,7 +440,8 @@ impl CudaDevice {
         self.inner.failed.store(true, Ordering::Relaxed);
     }
 
-    fn has_failed(&self) -> bool {
+    /// Whether an error is latched: nothing is queued until [`Self::check`].
+    pub fn has_failed(&self) -> bool {
         self.inner.failed.load(Ordering::Relaxed)
     }
 

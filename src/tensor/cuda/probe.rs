@@ -26,8 +26,11 @@ const NEEDED: &[&str] = &[
     "cuStreamSynchronize",
     "cuStreamWaitEvent",
     "cuStreamDestroy_v2",
+    "cuStreamBeginCapture_v2",
+    "cuStreamEndCapture",
     "cuEventCreate",
     "cuEventRecord",
+    "cuEventRecordWithFlags",
     "cuEventElapsedTime",
     "cuEventElapsedTime_v2",
     "cuEventDestroy_v2",
@@ -46,6 +49,14 @@ const NEEDED: &[&str] = &[
     "cuModuleGetFunction",
     "cuFuncSetAttribute",
     "cuLaunchKernel",
+    "cuGraphInstantiateWithFlags",
+    "cuGraphGetNodes",
+    "cuGraphNodeGetType",
+    "cuGraphEventRecordNodeGetEvent",
+    "cuGraphExecEventRecordNodeSetEvent",
+    "cuGraphLaunch",
+    "cuGraphExecDestroy",
+    "cuGraphDestroy",
 ];
 
 /// Functions of which either spelling will do: newer drivers carry both.
