@@ -59,13 +59,15 @@ struct BackwardParams {
     const int* num_key_tiles;
     const int* first_key;
     const uint32_t* mask;
+    float* key_partials;     // [key_parts, T, 2·Hkv·d] scratch: each part's dk (not scaled) and dv; unused with one part
     int q_stride, k_stride, v_stride, o_stride, do_stride, dq_stride, dk_stride, dv_stride;
     int num_heads, num_kv_heads, head_dim;
     float scale;
     int num_tokens;          // T
     int mask_stride;
+    int key_parts;           // blocks that share the query heads of a key head: a divisor of Hq / Hkv
 };
-static_assert(sizeof(BackwardParams) == 208, "pointers, then 4-byte members without gaps, as on the host");
+static_assert(sizeof(BackwardParams) == 224, "pointers, then 4-byte members without gaps, as on the host");
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 

@@ -1,6 +1,6 @@
-//! The backward attention kernels: queries first (they write lse and D by head), then keys, then the sinks. Grids: query tiles
-//! (their greatest number) × Hq / heads of a tile; key tiles × Hkv; Hq. Heads fastest. The host keeps the same sizes in
-//! `src/ops/attention/kernels.rs`.
+//! The backward attention kernels: queries first (they write lse and D by head), then keys, with several parts the sums of the keys' parts, then
+//! the sinks. Grids: query tiles (their greatest number) × Hq / heads of a tile, heads fastest; (Hkv × parts, key tiles), parts fastest; T; Hq.
+//! The host keeps the same sizes in `src/ops/attention/kernels.rs`.
 
 #include "attention_backward.cuh"
 
@@ -92,6 +92,10 @@ extern "C" __global__ void __launch_bounds__(KeyD64Masked::THREADS, 2) attention
 using KeyD128Masked = KeyShape<128, 64, 32, 32, 2, 4, true, false, true>;
 extern "C" __global__ void __launch_bounds__(KeyD128Masked::THREADS, 2) attention_backward_key_d128_masked(const __grid_constant__ BackwardParams p) {
     attention_backward_key<KeyD128Masked>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(128) attention_backward_key_finish(const __grid_constant__ BackwardParams p) {
+    tandem::attention_backward_key_finish(p);
 }
 
 extern "C" __global__ void __launch_bounds__(128) attention_backward_sinks(const __grid_constant__ BackwardParams p) {

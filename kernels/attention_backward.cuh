@@ -1,7 +1,8 @@
 //! Packed attention, backward: one kernel over query tiles (D, dq, the sinks' parts), one over key tiles (dk, dv).
 //!
 //! `P = exp(S − lse)`, `dS = P⊙(do·vᵀ − D)`, `dq = σ·dS·k`, `dk = σ·dSᵀ·q`, `dv = Pᵀ·do`. Each warp owns rows of the result, so P
-//! and dS go from accumulators to operands without leaving registers. Each value has one writer: reruns are bit-equal.
+//! and dS go from accumulators to operands without leaving registers. Each value has one writer: reruns are bit-equal. Where key tiles are
+//! few, several blocks share one, each with a part of the query heads; their sums are added by a third kernel.
 #pragma once
 
 #include "attention.cuh"
@@ -253,6 +254,23 @@ __device__ __forceinline__ void attention_backward_query(const BackwardParams& p
     store_rows<HD, MT>(p.dq + static_cast<int64_t>(head) * d, p.dq_stride, row, tile.end, d, dq, factor);
 }
 
+/// Stores a warp's accumulators [MT·16, HD] as f32 rows from `row` on, the columns before `d`.
+template <int HD, int MT>
+__device__ __forceinline__ void store_partials(float* to, int stride, int row, int row_end, int d, const float (&acc)[MT][HD / 8][4]) {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int r = row + m * 16 + half * 8 + lane / 4;
+            if (r >= row_end) continue;
+            float* const at = to + static_cast<int64_t>(r) * stride + lane % 4 * 2;
+#pragma unroll
+            for (int n = 0; n < HD / 8; ++n)
+                if (n * 8 < d) *reinterpret_cast<float2*>(at + n * 8) = make_float2(acc[m][n][half * 2], acc[m][n][half * 2 + 1]);
+        }
+}
+
 template <class Shape>
 __device__ __forceinline__ void attention_backward_key(const BackwardParams& p) {
     constexpr int HD = Shape::HD, BM = Shape::BM, BN = Shape::BN, CHUNK = Shape::CHUNK, THREADS = Shape::THREADS;
@@ -266,11 +284,12 @@ __device__ __forceinline__ void attention_backward_key(const BackwardParams& p) 
     bf16* const v_tile = Shape::V_REGISTERS ? stream + (Shape::K_REGISTERS ? Shape::TILE : 0)
                                             : kept + (Shape::K_REGISTERS ? 0 : Shape::TILE);
 
-    const int tile_index = static_cast<int>(blockIdx.x) / p.num_kv_heads, kv_head = static_cast<int>(blockIdx.x) % p.num_kv_heads;
-    if (tile_index >= *p.num_key_tiles) return;
-    const Tile tile = p.key_tiles[tile_index];
-    const int group = p.num_heads / p.num_kv_heads, d = p.head_dim;
-    const int64_t kv_offset = static_cast<int64_t>(kv_head) * d;
+    // The grid is two-dimensional for want of registers. Blocks start in the order of x, then y: first all those of the longest tile.
+    if (static_cast<int>(blockIdx.y) >= *p.num_key_tiles) return;
+    const Tile tile = p.key_tiles[blockIdx.y];
+    // Of a tile's blocks, each has the next few query heads: every `key_parts` of them make a group.
+    const int block = blockIdx.x, heads = p.num_heads / static_cast<int>(gridDim.x), d = p.head_dim;
+    const int kv_column = block / p.key_parts * d;
 
     const auto load_queries = [&](int stage, int head, int row) {
         bf16* const to = stream + stage * STAGE;
@@ -295,8 +314,8 @@ __device__ __forceinline__ void attention_backward_key(const BackwardParams& p) 
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int row = tile.start + warp * ROWS, last_row = min(row + ROWS, tile.end) - 1;
     const bool active = row < tile.end;
-    load_rows<BM, HD, THREADS>(k_tile, p.k + kv_offset, p.k_stride, tile.start, tile.end, d);
-    load_rows<BM, HD, THREADS>(v_tile, p.v + kv_offset, p.v_stride, tile.start, tile.end, d);
+    load_rows<BM, HD, THREADS>(k_tile, p.k + kv_column, p.k_stride, tile.start, tile.end, d);
+    load_rows<BM, HD, THREADS>(v_tile, p.v + kv_column, p.v_stride, tile.start, tile.end, d);
     constexpr bool BORROWS = Shape::KEPT < 2;
     Operand<Shape::K_REGISTERS, MT, HD> k_operand;
     Operand<Shape::V_REGISTERS, MT, HD> v_operand;
@@ -308,11 +327,11 @@ __device__ __forceinline__ void attention_backward_key(const BackwardParams& p) 
     k_operand.take(k_tile + warp * ROWS * PITCH<HD>);
     v_operand.take(v_tile + warp * ROWS * PITCH<HD>);
     if constexpr (BORROWS) __syncthreads();
-    // The stream walks the group's heads and, inside, the query rows; it runs STAGES - 1 steps ahead of the products.
-    const int last_head = (kv_head + 1) * group;
-    int next_head = kv_head * group, next_query = tile.other_start;
-    const auto load_next = [&](int stage) {
-        if (next_head < last_head) load_queries(stage, next_head, next_query);
+    // The stream walks the block's heads and, inside, the query rows; it runs STAGES - 1 steps ahead of the products.
+    int left = heads * ((tile.other_end - tile.other_start + BN - 1) / BN);
+    int next_head = block * heads, next_query = tile.other_start;
+    const auto load_next = [&](int stage, bool more) {
+        if (more) load_queries(stage, next_head, next_query);
         cp_async_commit();
         next_query += BN;
         if (next_query >= tile.other_end) {
@@ -321,17 +340,17 @@ __device__ __forceinline__ void attention_backward_key(const BackwardParams& p) 
         }
     };
 #pragma unroll
-    for (int i = 0; i < Shape::STAGES - 1; ++i) load_next(i);
+    for (int i = 0; i < Shape::STAGES - 1; ++i) load_next(i, left > i);
 
     const float scale = p.scale * LOG2_E;
     float dk[MT][HD / 8][4], dv[MT][HD / 8][4];
     clear(dk);
     clear(dv);
     int stage = 0, step = tile.other_start;
-    for (int left = group * ((tile.other_end - tile.other_start + BN - 1) / BN); left > 0; --left) {
+    for (; left > 0; --left) {
         cp_async_wait<Shape::STAGES - 2>();
         __syncthreads();
-        load_next(stage == 0 ? Shape::STAGES - 1 : stage - 1);
+        load_next(stage == 0 ? Shape::STAGES - 1 : stage - 1, left >= Shape::STAGES);
         const bf16* const q_tile = stream + stage * STAGE;
         const bf16* const do_tile = q_tile + BN * PITCH<HD>;
         const float2* const step_stats = stats + stage * BN;
@@ -410,13 +429,41 @@ __device__ __forceinline__ void attention_backward_key(const BackwardParams& p) 
         step = step + BN < tile.other_end ? step + BN : tile.other_start;
     }
     if (!active) return;
+    if (p.key_parts > 1) {
+        const int width = p.num_kv_heads * d;
+        float* const part = p.key_partials + static_cast<int64_t>(block % p.key_parts) * p.num_tokens * (2 * width) + kv_column;
+        store_partials<HD, MT>(part, 2 * width, row, tile.end, d, dk);
+        store_partials<HD, MT>(part + width, 2 * width, row, tile.end, d, dv);
+        return;
+    }
     float factor[MT][2];
 #pragma unroll
     for (int m = 0; m < MT; ++m) factor[m][0] = factor[m][1] = p.scale;
-    store_rows<HD, MT>(p.dk + kv_offset, p.dk_stride, row, tile.end, d, dk, factor);
+    store_rows<HD, MT>(p.dk + kv_column, p.dk_stride, row, tile.end, d, dk, factor);
 #pragma unroll
     for (int m = 0; m < MT; ++m) factor[m][0] = factor[m][1] = 1.0f;
-    store_rows<HD, MT>(p.dv + kv_offset, p.dv_stride, row, tile.end, d, dv, factor);
+    store_rows<HD, MT>(p.dv + kv_column, p.dv_stride, row, tile.end, d, dv, factor);
+}
+
+/// Writes dk and dv of one row (a block): the sums of their parts, always in the same order.
+__device__ __forceinline__ void attention_backward_key_finish(const BackwardParams& p) {
+    const int row = blockIdx.x, width = p.num_kv_heads * p.head_dim;
+    const int64_t part_size = static_cast<int64_t>(p.num_tokens) * (2 * width);
+    for (int column = threadIdx.x * 4; column < 2 * width; column += blockDim.x * 4) {
+        const float* from = p.key_partials + static_cast<int64_t>(row) * (2 * width) + column;
+        float4 sum = *reinterpret_cast<const float4*>(from);
+#pragma unroll 4
+        for (int part = 1; part < p.key_parts; ++part) {
+            from += part_size;
+            const float4 x = *reinterpret_cast<const float4*>(from);
+            sum = make_float4(sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w);
+        }
+        const bool key = column < width;
+        const float factor = key ? p.scale : 1.0f;
+        bf16* const to = key ? p.dk + static_cast<int64_t>(row) * p.dk_stride + column
+                             : p.dv + static_cast<int64_t>(row) * p.dv_stride + (column - width);
+        *reinterpret_cast<uint2*>(to) = make_uint2(pack_bf16(sum.x * factor, sum.y * factor), pack_bf16(sum.z * factor, sum.w * factor));
+    }
 }
 
 /// Adds dsink of one head (a block): minus the sum of its tiles' parts, always in the same order.

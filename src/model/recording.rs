@@ -212,10 +212,10 @@ impl Transformer {
             recording.batch.copy_from(batch);
             for (window, metadata) in &mut recording.metadata {
                 let kept = self.metadata_cache().kept(batch, *window, self.attention_path());
-                // Nobody else has it but while the pass is recorded.
-                if let Some((to, from)) = Arc::get_mut(metadata).zip(kept) {
-                    to.copy_from(&from);
-                }
+                let Some((to, from)) = Arc::get_mut(metadata).zip(kept) else {
+                    unreachable!("it was built before the pass, and no layer holds it between passes")
+                };
+                to.copy_from(&from);
             }
             self.metadata_cache().count_recorded(recording.lookups);
         }

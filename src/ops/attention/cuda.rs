@@ -1,6 +1,6 @@
 //! Launchers of packed attention on a GPU: the tiled kernels where they take the head size, the plain ones elsewhere.
 
-use super::kernels::{Kernel, KernelSet, Path};
+use super::kernels::{Kernel, KernelSet, Path, key_parts};
 use super::params::{BackwardParams, ForwardParams};
 use super::work_list::Side;
 use super::{AttentionShape, Qkv, Saved, TileList};
@@ -51,12 +51,13 @@ fn mask(tiles: &TileList) -> (u64, i32) {
     tiles.mask().map_or((0, 0), |mask| (mask.pointer(), mask.stride() as i32))
 }
 
-/// The greatest grid that `kernel` can need, so that a recorded graph serves any batch of as many rows: blocks past the last tile return.
-fn tiled_launch(gpu: &Gpu, kernel: &Kernel, capacity: usize, heads: usize) -> Launch {
+/// `kernel` over the greatest `grid` that it can need, so that a recorded graph serves any batch of as many rows: blocks past the last tile return.
+/// The second size is at most 65,535: tiles for 2 M rows.
+fn tiled_launch(gpu: &Gpu, kernel: &Kernel, [x, y]: [usize; 2]) -> Launch {
     if kernel.shared_bytes > FREE_SHARED_BYTES {
         gpu.allow_shared_bytes(kernel.name, kernel.shared_bytes);
     }
-    Launch { shared_bytes: kernel.shared_bytes, ..Launch::new(capacity * (heads / kernel.heads), kernel.threads) }
+    Launch { grid: [x as u32, y as u32, 1], block: kernel.threads, shared_bytes: kernel.shared_bytes }
 }
 
 #[expect(clippy::too_many_arguments, reason = "the operands of one formula")]
@@ -93,7 +94,7 @@ fn forward_tiled(
         scale: shape.scale,
         mask_stride,
     };
-    let launch = tiled_launch(gpu, &set.forward, capacity, shape.num_heads);
+    let launch = tiled_launch(gpu, &set.forward, [capacity * (shape.num_heads / set.forward.heads), 1]);
     gpu.launch_struct(set.forward.name, launch, &params);
 }
 
@@ -122,7 +123,9 @@ fn backward_tiled(
     let (mask, mask_stride) = mask(tiles);
     // (lse, D) in f32 for every head and row.
     let (row_stats, _charge) = scratch(gpu, 2 * shape.num_heads * tiles.total_tokens());
-    let partials = d_sinks.as_ref().map(|_| scratch(gpu, query_room * shape.num_heads));
+    let sink_partials = d_sinks.as_ref().map(|_| scratch(gpu, query_room * shape.num_heads));
+    let key_parts = key_parts(shape.group(), key_room * shape.num_kv_heads, gpu.facts().num_sms as usize);
+    let key_partials = (key_parts > 1).then(|| scratch(gpu, key_parts * tiles.total_tokens() * 2 * shape.kv_width()));
     let params = BackwardParams {
         q: q.pointer(),
         k: k.pointer(),
@@ -135,7 +138,7 @@ fn backward_tiled(
         dk: dk.pointer(),
         dv: dv.pointer(),
         sinks: saved.sinks.map_or(0, Tensor::pointer),
-        sink_partials: partials.as_ref().map_or(0, |(buffer, _)| buffer.pointer()),
+        sink_partials: sink_partials.as_ref().map_or(0, |(buffer, _)| buffer.pointer()),
         d_sinks: d_sinks.map_or(0, |gradient| gradient.pointer()),
         query_tiles,
         num_query_tiles,
@@ -143,6 +146,7 @@ fn backward_tiled(
         num_key_tiles,
         first_key: tiles.work_pointer(),
         mask,
+        key_partials: key_partials.as_ref().map_or(0, |(buffer, _)| buffer.pointer()),
         q_stride: q.stride() as i32,
         k_stride: k.stride() as i32,
         v_stride: v.stride() as i32,
@@ -157,12 +161,16 @@ fn backward_tiled(
         scale: shape.scale,
         num_tokens: tiles.total_tokens() as i32,
         mask_stride,
+        key_parts: key_parts as i32,
     };
-    let launch = tiled_launch(gpu, &set.query, query_room, shape.num_heads);
+    let launch = tiled_launch(gpu, &set.query, [query_room * (shape.num_heads / set.query.heads), 1]);
     gpu.launch_struct(set.query.name, launch, &params);
-    let launch = tiled_launch(gpu, &set.key, key_room, shape.num_kv_heads);
+    let launch = tiled_launch(gpu, &set.key, [shape.num_kv_heads * key_parts, key_room]);
     gpu.launch_struct(set.key.name, launch, &params);
-    if partials.is_some() {
+    if key_partials.is_some() {
+        gpu.launch_struct("attention_backward_key_finish", Launch::new(tiles.total_tokens(), 128), &params);
+    }
+    if sink_partials.is_some() {
         gpu.launch_struct("attention_backward_sinks", Launch::new(shape.num_heads, 128), &params);
     }
 }

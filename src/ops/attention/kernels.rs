@@ -129,9 +129,25 @@ impl KernelSet {
     }
 }
 
+/// Blocks of the key kernel a multiprocessor below which a group's query heads are divided over several, and the most that makes of them. A
+/// multiprocessor holds two at once.
+const FEW_KEY_BLOCKS: usize = 4;
+const MOST_KEY_BLOCKS: usize = 8;
+
+/// How many blocks share the `group` query heads of a key head, where one for each key tile and key head makes `blocks`, on a card of `num_sms`
+/// multiprocessors. Each block walks over its heads one after the other, so with few blocks the longest document alone would decide the time.
+/// The answer divides `group`. It depends on sizes and the card only, never on the documents: the same batch gives the same bits.
+pub(super) fn key_parts(group: usize, blocks: usize, num_sms: usize) -> usize {
+    if blocks >= FEW_KEY_BLOCKS * num_sms {
+        return 1;
+    }
+    let fits = |parts: &usize| group.is_multiple_of(*parts) && blocks * parts <= MOST_KEY_BLOCKS * num_sms;
+    (1..=group).rev().find(fits).unwrap_or(1)
+}
+
 #[cfg(test)]
 mod tests {
-    use super::super::work_list::{KEY_HEIGHTS, QUERY_HEIGHTS};
+    use super::super::work_list::{self, KEY_HEIGHTS, QUERY_HEIGHTS, Side};
     use super::*;
 
     /// The tables repeat what the CUDA sources say, so the sources are read here and every number is derived again.
@@ -196,6 +212,27 @@ mod tests {
         }
         let masked = MASKED_FORWARD.len() + MASKED_QUERY.len() + MASKED_KEY.len();
         assert_eq!(seen, FORWARD.len() + QUERY.len() + KEY.len() + masked);
+    }
+
+    #[test]
+    fn query_heads_are_divided_where_key_tiles_are_few() {
+        // Llama-3.2-1B: tiles of 128 keys, 8 key heads, groups of 4.
+        let parts = |tokens, num_sms| key_parts(4, 8 * work_list::place(Side::Key, 128, tokens).capacity, num_sms);
+        assert_eq!([512, 2048, 4096, 8192].map(|tokens| parts(tokens, 132)), [4, 4, 2, 1]);
+        assert_eq!([512, 2048, 4096, 8192].map(|tokens| parts(tokens, 24)), [2, 1, 1, 1]);
+        for group in 1..=16 {
+            for (blocks, num_sms) in (1..600).flat_map(|blocks| [1, 24, 132].map(|sms| (blocks, sms))) {
+                let parts = key_parts(group, blocks, num_sms);
+                assert_eq!(group % parts, 0);
+                let few = blocks < 4 * num_sms;
+                assert!(if few { parts * blocks <= 8 * num_sms } else { parts == 1 });
+                let more = (parts + 1..=group).any(|more| group % more == 0 && more * blocks <= 8 * num_sms);
+                assert!(!few || !more, "group {group}, {blocks} blocks, {num_sms} multiprocessors: {parts} parts");
+            }
+        }
+        // A prime group is divided wholly or not at all.
+        assert_eq!([264, 353].map(|blocks| key_parts(3, blocks, 132)), [3, 1]);
+        assert_eq!(key_parts(1, 1, 132), 1);
     }
 
     #[test]

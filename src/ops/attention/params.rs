@@ -45,8 +45,8 @@ pub(super) struct ForwardParams {
 const _: () = assert!(size_of::<ForwardParams>() == 120);
 const _: () = assert!(offset_of!(ForwardParams, q_stride) == 80 && offset_of!(ForwardParams, mask_stride) == 112);
 
-/// Parameters of `attention_backward_*`. The query kernel runs first, then the key kernel, then (with `d_sinks`) the kernel that adds the
-/// sinks' parts.
+/// Parameters of `attention_backward_*`. The query kernel runs first, then the key kernel, then (with several key parts) the kernel that adds
+/// them, then (with `d_sinks`) the kernel that adds the sinks' parts.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub(super) struct BackwardParams {
@@ -66,9 +66,9 @@ pub(super) struct BackwardParams {
     pub row_stats: u64,
     /// bf16 [T, Hq·d], written by the query kernel.
     pub dq: u64,
-    /// bf16 [T, Hkv·d], written by the key kernel.
+    /// bf16 [T, Hkv·d], written by the key kernel or from its parts.
     pub dk: u64,
-    /// bf16 [T, Hkv·d], written by the key kernel.
+    /// bf16 [T, Hkv·d], written by the key kernel or from its parts.
     pub dv: u64,
     /// f32 [Hq] sink logits, or 0.
     pub sinks: u64,
@@ -88,6 +88,8 @@ pub(super) struct BackwardParams {
     pub first_key: u64,
     /// u32 [T, mask_stride], the dense mask of masked kernels; 0 for the others.
     pub mask: u64,
+    /// f32 [key_parts, T, 2·Hkv·d] scratch: each part's dk and dv beside each other; unused with one part.
+    pub key_partials: u64,
     pub q_stride: i32,
     pub k_stride: i32,
     pub v_stride: i32,
@@ -105,7 +107,9 @@ pub(super) struct BackwardParams {
     pub num_tokens: i32,
     /// Words, a multiple of 4.
     pub mask_stride: i32,
+    /// Blocks that share the query heads of a key head in the key kernel, a divisor of Hq / Hkv.
+    pub key_parts: i32,
 }
 
-const _: () = assert!(size_of::<BackwardParams>() == 208);
-const _: () = assert!(offset_of!(BackwardParams, q_stride) == 152 && offset_of!(BackwardParams, mask_stride) == 204);
+const _: () = assert!(size_of::<BackwardParams>() == 224);
+const _: () = assert!(offset_of!(BackwardParams, q_stride) == 160 && offset_of!(BackwardParams, key_parts) == 216);
