@@ -15,7 +15,7 @@ const TILE_ROWS: usize = 64;
 const STAGES: usize = 2;
 /// Threads of a block.
 const THREADS: u32 = 256;
-/// Blocks that a multiprocessor holds at once.
+/// Blocks of these kernels, and of those of `swiglu_lora`, that a multiprocessor holds at once.
 const BLOCKS_PER_SM: usize = 2;
 
 /// A kernel for ranks up to `rank`, and how many columns its blocks have.
@@ -49,6 +49,14 @@ impl Kernel {
         let b = if self.with_b { self.rank * (self.columns + 8) } else { 0 };
         (2 * (STAGES * TILE_ROWS * (self.columns + 8 + self.rank + 8) + b)) as u32
     }
+}
+
+/// How many blocks share the rows of every column block, and the rows of each, in whole tiles: as many blocks in all as the card holds at once.
+pub(super) fn split_rows(gpu: &Gpu, column_blocks: usize, rows: usize, tile_rows: usize) -> (usize, usize) {
+    let at_once = BLOCKS_PER_SM * gpu.facts().num_sms as usize;
+    let row_blocks = (at_once / column_blocks).clamp(1, rows.div_ceil(tile_rows));
+    let rows_per_block = rows.div_ceil(row_blocks).next_multiple_of(tile_rows);
+    (rows.div_ceil(rows_per_block), rows_per_block)
 }
 
 /// Parameters of the kernels, laid out as in `kernels/adapter.cu`. Addresses are device addresses, strides count values.
@@ -178,10 +186,7 @@ impl Pass<'_> {
             params.first_block[layer + 1] = params.first_block[layer] + width.div_ceil(kernel.columns) as i32;
         }
         let column_blocks = params.first_block[layers] as usize;
-        let at_once = BLOCKS_PER_SM * gpu.facts().num_sms as usize;
-        let row_blocks = (at_once / column_blocks).clamp(1, rows.div_ceil(TILE_ROWS));
-        let rows_per_block = rows.div_ceil(row_blocks).next_multiple_of(TILE_ROWS);
-        let row_blocks = rows.div_ceil(rows_per_block);
+        let (row_blocks, rows_per_block) = split_rows(gpu, column_blocks, rows, TILE_ROWS);
         (params.rows_per_block, params.row_blocks) = (rows_per_block as i32, row_blocks as i32);
 
         let workspace = |values: usize| {

@@ -8,9 +8,10 @@
 
 use std::mem::offset_of;
 
+use super::adapter::split_rows;
 use super::{elementwise, matmul, swiglu};
 use crate::tensor::cuda::Launch;
-use crate::tensor::{Device, Gpu, MemoryCategory, Tensor, View};
+use crate::tensor::{Device, MemoryCategory, Tensor, View};
 
 /// Ranks of the GPU's kernels, with their names and how many columns a block has.
 const KERNELS: [Kernel; 2] = [
@@ -23,8 +24,6 @@ const TILE_ROWS: usize = 16;
 const STAGES: usize = 2;
 /// Threads of a block.
 const THREADS: u32 = 256;
-/// Blocks that a multiprocessor holds at once.
-const BLOCKS_PER_SM: usize = 2;
 
 /// A kernel for ranks up to `rank`.
 struct Kernel {
@@ -151,7 +150,8 @@ pub fn backward(
         }
         Device::Cuda(gpu) => {
             let Some(kernel) = kernel(r) else { return };
-            let (column_blocks, row_blocks, rows_per_block) = grid(gpu, kernel, rows, inner);
+            let column_blocks = inner.div_ceil(kernel.columns);
+            let (row_blocks, rows_per_block) = split_rows(gpu, column_blocks, rows, TILE_ROWS);
             let partials = |len| device.empty_f32(MemoryCategory::Workspace, &[len]);
             let row_partials = partials(column_blocks * rows * 3 * kernel.rank);
             let column_partials = partials(row_blocks * inner * 3 * kernel.rank);
@@ -194,15 +194,6 @@ pub fn backward(
             gpu.launch_struct(kernel.finish, Launch::elements(values, 1), &params);
         }
     }
-}
-
-/// Blocks over the columns, blocks over the rows, and the rows of each: as many blocks as the card holds at once.
-fn grid(gpu: &Gpu, kernel: &Kernel, rows: usize, inner: usize) -> (usize, usize, usize) {
-    let column_blocks = inner.div_ceil(kernel.columns);
-    let at_once = BLOCKS_PER_SM * gpu.facts().num_sms as usize;
-    let row_blocks = (at_once / column_blocks).clamp(1, rows.div_ceil(TILE_ROWS));
-    let rows_per_block = rows.div_ceil(row_blocks).next_multiple_of(TILE_ROWS);
-    (column_blocks, rows.div_ceil(rows_per_block), rows_per_block)
 }
 
 #[cfg(test)]
