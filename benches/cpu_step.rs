@@ -12,7 +12,8 @@ use tandem::data::pack::PackedBatch;
 use tandem::model::loading::Checkpoint;
 use tandem::model::transformer::Transformer;
 use tandem::tensor::{Device, Precision};
-use tandem::train::config::{Activations, AttentionPath, MethodConfig, MethodKind, OptimizerConfig};
+use tandem::train::config::{Activations, MethodConfig, MethodKind, OptimizerConfig};
+use tandem::train::switches::Switches;
 use tandem::train::trainer::{Trainer, TrainerSetup};
 
 fn main() {
@@ -33,9 +34,7 @@ fn main() {
         let setup = TrainerSetup {
             method: MethodConfig { kind, ..MethodConfig::default() },
             optimizer: OptimizerConfig::default(),
-            activations,
-            attention: AttentionPath::Varlen,
-            cuda_graphs: true,
+            switches: Switches { activations, ..Switches::default() },
             seed: 0,
             total_steps: steps as u64 + 1,
         };

@@ -17,6 +17,7 @@ use tandem::model::generate::greedy;
 use tandem::tensor::{Device, Precision};
 use tandem::train::batch::upload;
 use tandem::train::config::{Activations, AttentionPath, MethodConfig, MethodKind, OptimizerConfig, ScheduleKind};
+use tandem::train::switches::Switches;
 use tandem::train::trainer::{Trainer, TrainerSetup};
 
 /// f32 bound by norm for logits, gradients and losses (`tests/golden/README.md`).
@@ -255,8 +256,7 @@ fn golden_smollm2_log_probabilities_and_adapter_losses() {
         schedule: ScheduleKind::Constant,
         ..OptimizerConfig::default()
     };
-    let (activations, attention) = (Activations::Recompute, AttentionPath::Varlen);
-    let setup = TrainerSetup { method, optimizer, activations, attention, cuda_graphs: true, seed: 0, total_steps: 5 };
+    let setup = TrainerSetup { method, optimizer, switches: Switches::default(), seed: 0, total_steps: 5 };
     let mut trainer = Trainer::new(model, setup).unwrap();
     set_adapters(&mut trainer, &case);
     for (step, want) in case.to_f32("lora_loss").unwrap().into_iter().enumerate() {

@@ -19,6 +19,7 @@ use tandem::tensor::{Device, Precision};
 use tandem::train::batch::bucket;
 use tandem::train::config::{Activations, AttentionPath, MethodConfig, OptimizerConfig};
 use tandem::train::report::StepReport;
+use tandem::train::switches::Switches;
 use tandem::train::trainer::{Stepped, Trainer, TrainerSetup};
 
 /// The GPU, or a reason to skip.
@@ -266,17 +267,16 @@ fn what_cannot_be_recorded_is_queued_and_the_reason_is_said() {
     let setup = TrainerSetup {
         method,
         optimizer: OptimizerConfig::default(),
-        activations: Activations::Recompute,
-        attention: AttentionPath::Varlen,
-        cuda_graphs: true,
+        switches: Switches::default(),
         seed: 0,
         total_steps: 4,
     };
     let mut trainer = Trainer::new(family.model(&device), setup).unwrap();
     for step in 0..3 {
         trainer.step_and_wait(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap().unwrap();
-        let told = trainer.take_unrecorded();
-        assert_eq!(told.is_some_and(|why| why.contains("lora_dropout")), step == 0, "{told:?}");
+        let told = trainer.take_choices();
+        assert_eq!(told.is_some(), step == 0, "{told:?}");
+        assert!(trainer.unrecorded().is_some_and(|why| why.contains("lora_dropout")));
     }
     let Device::Cuda(gpu) = &device else { panic!("a GPU") };
     // A recording that waits is given up, and leaves a device that works.

@@ -7,7 +7,9 @@ use tandem::base::error::Result;
 use tandem::base::units;
 use tandem::session::bench::{self, BenchOptions, BenchRow};
 use tandem::session::bench_ops;
-use tandem::session::{Activations, AttentionPath, DeviceChoice, Precision};
+use tandem::session::{
+    Activations, AttentionPath, CacheCounts, DeviceChoice, Metadata, MetadataPolicy, OffloadPolicy, Precision, Switches,
+};
 use tandem::tensor::Device;
 
 /// Flags of `tandem bench`.
@@ -22,12 +24,21 @@ pub struct BenchArgs {
     /// Tokens in one pack; several are measured one after another.
     #[arg(long, value_delimiter = ',', default_value = "8192")]
     pack: Vec<usize>,
-    /// What blocks keep: recompute, keep.
+    /// What blocks keep: recompute, keep, offload.
     #[arg(long, value_delimiter = ',', default_value = "recompute", value_parser = activations)]
     activations: Vec<Activations>,
     /// How attention knows the documents of a pack: varlen, masked.
     #[arg(long, value_delimiter = ',', default_value = "varlen", value_parser = attention)]
     attention: Vec<AttentionPath>,
+    /// Where layers get what they need to know of documents: cached, fused (built anew), published (built anew, operation by operation).
+    #[arg(long, value_delimiter = ',', default_value = "cached", value_parser = metadata)]
+    metadata: Vec<Metadata>,
+    /// Most entries of the metadata cache; 0: one for each window.
+    #[arg(long, default_value_t = 0)]
+    metadata_entries: usize,
+    /// Device buffers for offloaded activations: 1, 2; 0: two where memory allows.
+    #[arg(long, value_delimiter = ',', default_value = "0", value_parser = clap::value_parser!(u8).range(0..=2))]
+    buffers: Vec<u8>,
     /// Whether passes are recorded as CUDA graphs on a GPU: on, off. Each size of pack is recorded at its second pass.
     #[arg(long, value_delimiter = ',', default_value = "on", value_parser = on_off)]
     graphs: Vec<bool>,
@@ -44,7 +55,7 @@ pub struct BenchArgs {
     #[arg(long, default_value = "auto", value_parser = device)]
     device: DeviceChoice,
     /// Single operations at the sizes of an 8B model, instead of steps.
-    #[arg(long, conflicts_with_all = ["model", "tokens", "pack", "activations", "attention", "graphs", "warmup", "steps", "r"])]
+    #[arg(long, conflicts_with_all = ["model", "tokens", "pack", "activations", "attention", "metadata", "metadata_entries", "buffers", "graphs", "warmup", "steps", "r"])]
     ops: bool,
     /// One JSON object a row.
     #[arg(long)]
@@ -55,7 +66,8 @@ fn activations(text: &str) -> std::result::Result<Activations, String> {
     match text {
         "recompute" => Ok(Activations::Recompute),
         "keep" => Ok(Activations::Keep),
-        other => Err(format!("`{other}` is neither recompute nor keep")),
+        "offload" => Ok(Activations::Offload),
+        other => Err(format!("`{other}` is none of recompute, keep, offload")),
     }
 }
 
@@ -64,6 +76,15 @@ fn attention(text: &str) -> std::result::Result<AttentionPath, String> {
         "varlen" => Ok(AttentionPath::Varlen),
         "masked" => Ok(AttentionPath::Masked),
         other => Err(format!("`{other}` is neither varlen nor masked")),
+    }
+}
+
+fn metadata(text: &str) -> std::result::Result<Metadata, String> {
+    match text {
+        "cached" => Ok(Metadata::Cached),
+        "fused" => Ok(Metadata::Fused),
+        "published" => Ok(Metadata::Published),
+        other => Err(format!("`{other}` is none of cached, fused, published")),
     }
 }
 
@@ -84,6 +105,32 @@ fn device(text: &str) -> std::result::Result<DeviceChoice, String> {
     }
 }
 
+impl BenchArgs {
+    /// Every combination of switches asked for.
+    fn switches(&self) -> Vec<Switches> {
+        let mut all = vec![Switches::default()];
+        let mut vary = |values: usize, set: &dyn Fn(&mut Switches, usize)| {
+            let each = |switches: Switches| {
+                (0..values).map(move |i| {
+                    let mut switches = switches;
+                    set(&mut switches, i);
+                    switches
+                })
+            };
+            all = all.iter().copied().flat_map(each).collect();
+        };
+        vary(self.activations.len(), &|s, i| s.activations = self.activations[i]);
+        vary(self.attention.len(), &|s, i| s.attention = self.attention[i]);
+        let capacity = self.metadata_entries;
+        vary(self.metadata.len(), &|s, i| s.metadata = MetadataPolicy { metadata: self.metadata[i], capacity });
+        vary(self.buffers.len(), &|s, i| {
+            s.offload = OffloadPolicy { buffers: self.buffers[i].into(), ..OffloadPolicy::default() };
+        });
+        vary(self.graphs.len(), &|s, i| s.cuda_graphs = self.graphs[i]);
+        all
+    }
+}
+
 /// Measures and prints every combination asked for.
 pub fn run(args: &BenchArgs) -> Result<()> {
     let device = bench::device(args.device, Precision::F32)?;
@@ -93,19 +140,14 @@ pub fn run(args: &BenchArgs) -> Result<()> {
     }
     for model in &args.model {
         for &pack in &args.pack {
-            for (&activations, &attention, &cuda_graphs) in args.activations.iter().flat_map(|activations| {
-                let paths = args.attention.iter();
-                paths.flat_map(move |path| args.graphs.iter().map(move |graphs| (activations, path, graphs)))
-            }) {
+            for switches in args.switches() {
                 let options = BenchOptions {
                     model: model.clone(),
                     tokens: args.tokens,
                     pack,
                     warmup: args.warmup,
                     steps: args.steps,
-                    activations,
-                    attention,
-                    cuda_graphs,
+                    switches,
                     r: args.r,
                 };
                 let row = bench::run(&options, &device)?;
@@ -149,10 +191,11 @@ fn print_row(out: &mut impl io::Write, row: &BenchRow) -> io::Result<()> {
         Some(true) => " · graphs",
         Some(false) => " · no graphs",
     };
+    let Switches { activations, attention, metadata, .. } = row.switches;
     writeln!(
         out,
-        "{} · pack {pack} · {:?} · {:?}{graphs} · {}",
-        row.model, row.activations, row.attention, row.device
+        "{} · pack {pack} · {activations:?} · {attention:?} · metadata {:?}{graphs} · {}",
+        row.model, metadata.metadata, row.device
     )?;
     if let Some(why) = &row.unrecorded {
         writeln!(out, "  CUDA graphs are not used: {why}")?;
@@ -170,6 +213,28 @@ fn print_row(out: &mut impl io::Write, row: &BenchRow) -> io::Result<()> {
     )?;
     if let (Some(launches), Some(syncs), Some(allocations)) = (row.launches, row.host_syncs, row.allocations) {
         writeln!(out, "  a step: {launches} launches, {syncs} host syncs, {allocations} allocations")?;
+    }
+    if let Some(cache) = &row.cache {
+        let CacheCounts { lookups, hits, builds, built_bytes, .. } = cache.counts;
+        let built = units::bytes(built_bytes);
+        writeln!(
+            out,
+            "  metadata: {lookups} lookups, {hits} hits, {builds} builds of {built} in all, {} ms",
+            ms(cache.metadata_ms)
+        )?;
+    }
+    if let Some(copies) = &row.copies {
+        writeln!(
+            out,
+            "  copies: {} buffers of {} for {} blocks; to host {:.2} ms, back {:.2} ms, {:.1} % hidden, {:.2} ms exposed",
+            copies.buffers,
+            units::bytes(copies.buffer_bytes),
+            copies.blocks,
+            copies.d2h_ms,
+            copies.h2d_ms,
+            100.0 * copies.overlap(),
+            copies.exposed_ms()
+        )?;
     }
     for time in &row.phases {
         let (name, times) = (time.phase.name(), [time.forward_ms, time.backward_ms, time.step_ms].map(ms));

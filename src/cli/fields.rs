@@ -58,7 +58,7 @@ pub struct FieldArgs {
     /// Save every N steps; 0: only at the end.
     #[arg(long, value_name = "N", help_heading = "Fields")]
     save_every: Option<String>,
-    /// `keep` or `recompute`.
+    /// `auto`, `keep`, `recompute` or `offload`.
     #[arg(long, value_name = "WORD", help_heading = "Fields")]
     activations: Option<String>,
     /// `varlen` or `masked`.

@@ -49,6 +49,8 @@ impl Output {
     /// Takes in and shows one event.
     pub fn event(&mut self, event: &TimedEvent) {
         let stage_before = self.view.stages.len();
+        let choices_before = std::mem::take(&mut self.view.choices);
+        self.view.choices.clone_from(&choices_before);
         self.view.apply(event);
         if let Form::Json { open } = &mut self.form {
             if *open && json_line(event).is_err() {
@@ -62,6 +64,11 @@ impl Output {
                 self.preparing(stage, *done, *total, self.view.stages.len() > stage_before);
             }
             RunEvent::Started(info) => self.started(info),
+            RunEvent::Choices { choices } => {
+                for choice in choices.iter().filter(|choice| !choices_before.contains(choice)) {
+                    self.line(&choice.describe());
+                }
+            }
             RunEvent::Step { .. } => self.step(),
             RunEvent::Eval(eval) => {
                 self.line(&format!(

@@ -94,6 +94,19 @@ pub struct CacheCounts {
     pub built_bytes: u64,
 }
 
+/// One kept entry, as shown to people.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CacheEntry {
+    /// Window of the layers that it serves; `None` is full attention.
+    pub window: Option<u32>,
+    /// Whether it is a mask (T×T bits) or tile lists.
+    pub path: AttentionPath,
+    /// Bytes.
+    pub bytes: u64,
+    /// Times that it answered after the first.
+    pub hits: u64,
+}
+
 impl std::ops::Sub for CacheCounts {
     type Output = Self;
 
@@ -120,7 +133,7 @@ pub struct MetadataPolicy {
 /// Metadata by batch, window and path.
 #[derive(Debug)]
 pub struct MetadataCache {
-    metadata: Metadata,
+    policy: MetadataPolicy,
     capacity: usize,
     state: Mutex<State>,
 }
@@ -131,6 +144,8 @@ struct Entry {
     metadata: Arc<SequenceMetadata>,
     /// Built before the pass, and no layer has asked for it yet: the first one to ask counts as the one that had it built.
     fresh: bool,
+    /// Answers after the first.
+    hits: u64,
 }
 
 #[derive(Debug, Default)]
@@ -144,17 +159,17 @@ impl MetadataCache {
     /// An empty cache for a model with the given distinct windows.
     pub fn new(policy: MetadataPolicy, num_windows: usize) -> Self {
         let capacity = if policy.capacity == 0 { BATCHES * num_windows } else { policy.capacity };
-        Self { metadata: policy.metadata, capacity: capacity.max(1), state: Mutex::default() }
+        Self { policy, capacity: capacity.max(1), state: Mutex::default() }
     }
 
     /// How metadata is had.
-    pub fn metadata(&self) -> Metadata {
-        self.metadata
+    pub fn policy(&self) -> MetadataPolicy {
+        self.policy
     }
 
     /// Whether all that a pass over a batch needs is built before it and kept until it is done.
     pub fn holds_all(&self, num_windows: usize) -> bool {
-        self.metadata == Metadata::Cached && self.capacity >= num_windows
+        self.policy.metadata == Metadata::Cached && self.capacity >= num_windows
     }
 
     /// Builds the metadata of `batch` for `windows`, as far as they are kept: layers find them.
@@ -174,7 +189,7 @@ impl MetadataCache {
             let key = Key { batch: batch.id, window, path };
             if !state.entries.iter().any(|entry| entry.key == key) {
                 let metadata = self.build(&mut state, device, batch, key, rope, Pass::Forward);
-                self.keep(&mut state, Entry { key, metadata, fresh: true });
+                self.keep(&mut state, Entry { key, metadata, fresh: true, hits: 0 });
             }
         }
     }
@@ -195,14 +210,15 @@ impl MetadataCache {
         if let Some(at) = state.entries.iter().position(|entry| entry.key == key)
             && let Some(entry) = state.entries.remove(at)
         {
-            state.counts.hits += u64::from(!entry.fresh);
+            let hit = u64::from(!entry.fresh);
+            state.counts.hits += hit;
             let metadata = Arc::clone(&entry.metadata);
-            state.entries.push_back(Entry { fresh: false, ..entry });
+            state.entries.push_back(Entry { fresh: false, hits: entry.hits + hit, ..entry });
             return metadata;
         }
         let metadata = self.build(&mut state, device, batch, key, rope, pass);
-        if self.metadata == Metadata::Cached {
-            self.keep(&mut state, Entry { key, metadata: Arc::clone(&metadata), fresh: false });
+        if self.policy.metadata == Metadata::Cached {
+            self.keep(&mut state, Entry { key, metadata: Arc::clone(&metadata), fresh: false, hits: 0 });
         }
         metadata
     }
@@ -218,13 +234,28 @@ impl MetadataCache {
         self.lock().entries.iter().find(|entry| entry.key == key).map(|entry| Arc::clone(&entry.metadata))
     }
 
-    /// Counts the lookups of a pass that was recorded: `lookups` of them, all of what was built for it before.
-    pub fn count_recorded(&self, lookups: u64) {
+    /// Counts the lookups of a pass that was recorded: `lookups` of them, by layers with `window`, of what was built for it before.
+    pub fn count_recorded(&self, window: Option<usize>, lookups: u64) {
         let mut state = self.lock();
-        let fresh = state.entries.iter_mut().map(|entry| std::mem::take(&mut entry.fresh));
-        let first = fresh.map(u64::from).sum::<u64>();
-        state.counts.lookups += lookups;
-        state.counts.hits += lookups - first.min(lookups);
+        let State { entries, counts } = &mut *state;
+        counts.lookups += lookups;
+        if let Some(entry) = entries.iter_mut().find(|entry| entry.key.window == window) {
+            let hits = lookups.saturating_sub(u64::from(std::mem::take(&mut entry.fresh)));
+            entry.hits += hits;
+            counts.hits += hits;
+        }
+    }
+
+    /// What is kept at present.
+    pub fn entries(&self) -> Vec<CacheEntry> {
+        let state = self.lock();
+        let entries = state.entries.iter().map(|Entry { key, metadata, hits, .. }| CacheEntry {
+            window: key.window.and_then(|window| u32::try_from(window).ok()),
+            path: key.path,
+            bytes: metadata.num_bytes() as u64,
+            hits: *hits,
+        });
+        entries.collect()
     }
 
     fn build(
@@ -237,7 +268,7 @@ impl MetadataCache {
         pass: Pass,
     ) -> Arc<SequenceMetadata> {
         let _phase = device.clock().enter(Phase::Metadata, pass, None);
-        let built = Arc::new(SequenceMetadata::build(device, batch, key, rope, self.metadata));
+        let built = Arc::new(SequenceMetadata::build(device, batch, key, rope, self.policy.metadata));
         state.counts.builds += 1;
         state.counts.built_bytes += built.num_bytes() as u64;
         built
@@ -314,10 +345,15 @@ mod tests {
         let cache = MetadataCache::new(MetadataPolicy::default(), 2);
         for _ in 0..2 {
             cache.prepare(&device, &batch(&device), &[None, Some(2)], AttentionPath::Varlen, &rope);
-            cache.count_recorded(6);
+            cache.count_recorded(None, 3);
+            cache.count_recorded(Some(2), 3);
         }
         let counts = cache.counts();
         assert_eq!((counts.lookups, counts.hits, counts.builds, counts.evictions), (12, 8, 4, 0));
+        assert_eq!(
+            cache.entries().iter().map(|entry| (entry.window, entry.hits)).collect::<Vec<_>>(),
+            [(None, 2), (Some(2), 2)]
+        );
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Policies of a pass: what a block keeps between its forward and its backward pass, and how attention knows the documents of a pack.
+//! Policies of a pass: what a block keeps between its forward and its backward pass and where, and how attention knows the documents of a pack.
 
 use serde::{Deserialize, Serialize};
 
@@ -11,6 +11,27 @@ pub enum Activations {
     /// The block's input only; the rest is computed again.
     #[default]
     Recompute,
+    /// As `Recompute`, and the input waits in host memory: copied there behind the forward pass, and back beside the backward pass.
+    Offload,
+}
+
+/// How inputs of blocks travel to host memory and back, under [`Activations::Offload`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OffloadPolicy {
+    /// Device buffers for what comes back: 1 (copy, then compute, in turns) or 2 (the next copy runs beside compute); 0: two where memory allows.
+    pub buffers: usize,
+    /// Skips the guardrails: what is asked for is done wherever it can be done at all.
+    pub force: bool,
+    /// Device memory that a second buffer must leave free, in bytes.
+    pub headroom_bytes: u64,
+    /// Most page-locked host memory, in bytes; `None`: half of what the system says is available.
+    pub pinned_bytes: Option<u64>,
+}
+
+impl Default for OffloadPolicy {
+    fn default() -> Self {
+        Self { buffers: 0, force: false, headroom_bytes: 512 << 20, pinned_bytes: None }
+    }
 }
 
 /// How attention knows which tokens of a pack see each other. Both give the same, up to the order of sums.

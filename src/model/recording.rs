@@ -45,6 +45,15 @@ struct Kind {
     attention: AttentionPath,
 }
 
+/// What layers of one window read of a batch.
+#[derive(Debug)]
+struct Documents {
+    window: Option<usize>,
+    metadata: Arc<SequenceMetadata>,
+    /// Times that they asked for it.
+    lookups: Cell<u64>,
+}
+
 /// A recorded pass.
 #[derive(Debug)]
 struct Recording {
@@ -52,9 +61,7 @@ struct Recording {
     backward: Segment,
     /// What the graphs read of a batch, its documents by window.
     batch: DeviceBatch,
-    metadata: Vec<(Option<usize>, Arc<SequenceMetadata>)>,
-    /// Times that layers asked for the latter.
-    lookups: u64,
+    metadata: Vec<Documents>,
     /// Output of the last block and the room for its gradient, in the memory of passes.
     x: Tensor,
     dx: Tensor,
@@ -76,6 +83,11 @@ impl Recordings {
     /// Forgets what was recorded: parameters may lie elsewhere from now on, or others may train.
     pub fn forget(&mut self) {
         self.kinds.iter_mut().for_each(|(_, recording)| *recording = None);
+    }
+
+    /// Lets passes be recorded from now on, or not. What was recorded stays.
+    pub fn enable(&mut self, enabled: bool) {
+        (self.enabled, self.unused) = (enabled, None);
     }
 
     fn give_up(&mut self, why: String) {
@@ -170,14 +182,20 @@ impl Transformer {
         let metadata = self.config.windows().into_iter().map(|window| {
             let kept = cache.kept(batch, window, self.attention_path());
             let kept = kept.context("a cache that holds all has lost something")?;
-            Ok((window, Arc::new(kept.twin(&self.device, Arc::clone(&rope)))))
+            Ok(Documents {
+                window,
+                metadata: Arc::new(kept.twin(&self.device, Arc::clone(&rope))),
+                lookups: Cell::new(0),
+            })
         });
         let metadata = metadata.collect::<Result<Vec<_>>>()?;
-        let (batch, lookups) = (batch.twin(&self.device), Cell::new(0));
+        let batch = batch.twin(&self.device);
         let lookup = |block: &Block, _: Pass| {
-            lookups.set(lookups.get() + 1);
-            let found = metadata.iter().find(|(window, _)| *window == block.window);
-            found.map_or_else(|| unreachable!("the window of a block is one of the model's"), |(_, m)| Arc::clone(m))
+            let Some(found) = metadata.iter().find(|documents| documents.window == block.window) else {
+                unreachable!("the window of a block is one of the model's")
+            };
+            found.lookups.set(found.lookups.get() + 1);
+            Arc::clone(&found.metadata)
         };
         gpu.check()?;
         let _scope = gpu.pass_scope();
@@ -189,8 +207,7 @@ impl Transformer {
         let (between, x_between, dx_between) = (gpu.pass_memory(), x.alias(), dx.alias());
         drop(x);
         let (_, backward) = gpu.record(|| self.backward_blocks(&ctx, grads, &batch, &lookup, kept, &mut dx, &never))?;
-        let lookups = lookups.get();
-        Ok(Recording { forward, backward, batch, metadata, lookups, x: x_between, dx: dx_between, between })
+        Ok(Recording { forward, backward, batch, metadata, x: x_between, dx: dx_between, between })
     }
 
     /// A pass whose blocks were recorded. It charges no memory: passes that were queued launch by launch have set the peaks of the same allocations.
@@ -210,14 +227,14 @@ impl Transformer {
         {
             let _phase = self.device.clock().enter(Phase::Metadata, Pass::Forward, None);
             recording.batch.copy_from(batch);
-            for (window, metadata) in &mut recording.metadata {
+            for Documents { window, metadata, lookups } in &mut recording.metadata {
                 let kept = self.metadata_cache().kept(batch, *window, self.attention_path());
                 let Some((to, from)) = Arc::get_mut(metadata).zip(kept) else {
                     unreachable!("it was built before the pass, and no layer holds it between passes")
                 };
                 to.copy_from(&from);
+                self.metadata_cache().count_recorded(*window, lookups.get());
             }
-            self.metadata_cache().count_recorded(recording.lookups);
         }
         gpu.replay(&mut recording.forward);
         if stopped() {

@@ -11,8 +11,8 @@ use super::block::{Block, BlockSaved};
 use super::config::ModelConfig;
 use super::loading::Checkpoint;
 use super::lora::LoraSpec;
-use super::metadata::{CacheCounts, MetadataCache, MetadataPolicy, SequenceMetadata};
-use super::policy::{Activations, AttentionPath};
+use super::metadata::{CacheCounts, CacheEntry, MetadataCache, MetadataPolicy, SequenceMetadata};
+use super::policy::{Activations, AttentionPath, OffloadPolicy};
 use super::rotary;
 use super::skeleton::{Skeleton, skeleton};
 use crate::base::error::Result;
@@ -37,6 +37,7 @@ pub struct Transformer {
     pub(super) head: Head,
     attention_path: AttentionPath,
     metadata: MetadataCache,
+    offload: OffloadPolicy,
     inv_freq: Vec<f32>,
     /// Grown when a batch has a longer document; shared by the batches that use it.
     rope: Mutex<Option<Arc<RopeTable>>>,
@@ -150,6 +151,7 @@ impl Transformer {
             head,
             attention_path: AttentionPath::default(),
             metadata: MetadataCache::new(MetadataPolicy::default(), config.windows().len()),
+            offload: OffloadPolicy::default(),
             inv_freq: rotary::inv_freq(config),
             rope: Mutex::default(),
         })
@@ -187,12 +189,42 @@ impl Transformer {
 
     /// Sets where layers get what they know of the documents, in every pass from now on. A new model keeps it in a cache.
     pub fn set_metadata_policy(&mut self, policy: MetadataPolicy) {
-        self.metadata = MetadataCache::new(policy, self.config.windows().len());
+        if policy != self.metadata.policy() {
+            self.metadata = MetadataCache::new(policy, self.config.windows().len());
+        }
+    }
+
+    /// Sets how activations travel, where they are offloaded.
+    pub fn set_offload_policy(&mut self, policy: OffloadPolicy) {
+        self.offload = policy;
+    }
+
+    /// Whether inputs of blocks of batches of `tokens` tokens can wait in host memory.
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn can_offload(&self, _tokens: usize) -> Result<(), String> {
+        Err("not yet".into())
+    }
+
+    /// Why nothing is offloaded although that is asked for; known after the first pass.
+    pub fn offload_refused(&self) -> Option<String> {
+        None
+    }
+
+    /// Device buffers for what comes back, and why as many; known after the first pass.
+    pub fn offload_buffers(&self) -> Option<(usize, String)> {
+        None
     }
 
     /// The metadata cache.
     pub(super) fn metadata_cache(&self) -> &MetadataCache {
         &self.metadata
+    }
+
+    /// What the metadata cache keeps at present.
+    pub fn metadata_entries(&self) -> Vec<CacheEntry> {
+        self.metadata.entries()
     }
 
     /// What the metadata cache did so far.

@@ -16,10 +16,9 @@ use crate::model::transformer::Transformer;
 use crate::ops::matmul;
 use crate::tensor::phase::PhaseTime;
 use crate::tensor::{Device, MemoryCategory};
-use crate::train::config::{
-    Activations, AttentionPath, DeviceChoice, MethodConfig, OptimizerConfig, Precision, ScheduleKind,
-};
-use crate::train::report::StepReport;
+use crate::train::config::{DeviceChoice, MethodConfig, OptimizerConfig, Precision, ScheduleKind};
+use crate::train::report::{CacheReport, Choice, CopyReport, StepReport};
+use crate::train::switches::Switches;
 use crate::train::trainer::{Stepped, Trainer, TrainerSetup, lora_spec};
 
 /// Configurations that come with Tandem: sizes and flags of published models, without weights.
@@ -50,12 +49,8 @@ pub struct BenchOptions {
     pub warmup: usize,
     /// Steps measured.
     pub steps: usize,
-    /// What blocks keep.
-    pub activations: Activations,
-    /// How attention knows the documents of a pack.
-    pub attention: AttentionPath,
-    /// Whether passes are recorded as CUDA graphs, on a GPU.
-    pub cuda_graphs: bool,
+    /// What is switched how.
+    pub switches: Switches,
     /// Rank of the adapters on all linears.
     pub r: usize,
 }
@@ -71,10 +66,9 @@ pub struct BenchRow {
     pub pack: usize,
     /// Tokens in one step.
     pub tokens: usize,
-    /// What blocks keep.
-    pub activations: Activations,
-    /// How attention knows the documents of a pack.
-    pub attention: AttentionPath,
+    /// What was switched how.
+    #[serde(flatten)]
+    pub switches: Switches,
     /// Whether passes were recorded as CUDA graphs; `None` on the CPU.
     pub cuda_graphs: Option<bool>,
     /// Why not, where it was asked for.
@@ -95,6 +89,12 @@ pub struct BenchRow {
     pub host_syncs: Option<u64>,
     /// Driver allocations in the median step.
     pub allocations: Option<u64>,
+    /// What the metadata cache did in the median step.
+    pub cache: Option<CacheReport>,
+    /// What was copied to host memory and back in it.
+    pub copies: Option<CopyReport>,
+    /// Which optimizations are on, and why.
+    pub choices: Vec<Choice>,
     /// FLOPs of the model a token, recomputation not counted.
     pub flops_per_token: f64,
     /// Rate of the model's FLOPs, in TFLOP/s.
@@ -148,7 +148,7 @@ pub fn device(choice: DeviceChoice, precision: Precision) -> Result<Device> {
 /// # Errors
 /// When the model does not fit the device or the options make no batch.
 pub fn run(options: &BenchOptions, device: &Device) -> Result<BenchRow> {
-    let BenchOptions { tokens, pack, warmup, steps, activations, attention, cuda_graphs, r, .. } = *options;
+    let BenchOptions { tokens, pack, warmup, steps, switches, r, .. } = *options;
     ensure!(
         pack >= 2 && tokens >= pack && tokens.is_multiple_of(pack),
         "tokens ({tokens}) must be a multiple of pack ({pack})"
@@ -164,9 +164,7 @@ pub fn run(options: &BenchOptions, device: &Device) -> Result<BenchRow> {
     let setup = TrainerSetup {
         method,
         optimizer: OptimizerConfig { schedule: ScheduleKind::Constant, ..OptimizerConfig::default() },
-        activations,
-        attention,
-        cuda_graphs,
+        switches,
         seed: 1,
         total_steps: (warmup + steps) as u64,
     };
@@ -192,9 +190,8 @@ pub fn run(options: &BenchOptions, device: &Device) -> Result<BenchRow> {
         device: device.describe(),
         pack,
         tokens,
-        activations,
-        attention,
-        cuda_graphs: matches!(device, Device::Cuda(_)).then(|| cuda_graphs && trainer.unrecorded().is_none()),
+        switches,
+        cuda_graphs: matches!(device, Device::Cuda(_)).then(|| switches.cuda_graphs && trainer.unrecorded().is_none()),
         unrecorded: trainer.unrecorded().map(str::to_owned),
         tokens_per_sec,
         step_ms: median.step_ms,
@@ -204,6 +201,9 @@ pub fn run(options: &BenchOptions, device: &Device) -> Result<BenchRow> {
         launches: median.counters.map(|c| c.launches),
         host_syncs: median.counters.map(|c| c.host_syncs),
         allocations: median.counters.map(|c| c.allocations),
+        cache: median.cache.clone(),
+        copies: median.copies,
+        choices: trainer.choices(),
         flops_per_token,
         tflops,
         matmul_tflops,

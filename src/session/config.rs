@@ -15,7 +15,7 @@ pub use self::fields::{FIELDS, Field, FieldKind};
 pub use self::parse::Override;
 use crate::base::error::Result;
 use crate::data::options::{LayoutChoice, Overlong, TrainOn};
-use crate::train::config::{MethodConfig, OptimizerConfig, TrainConfig};
+use crate::train::config::{MethodConfig, OptimizationsConfig, OptimizerConfig, TrainConfig};
 
 /// A whole run as written in `run.toml`.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
@@ -39,6 +39,8 @@ pub struct RunConfig {
     pub optimizer: OptimizerConfig,
     /// `[train]`.
     pub train: TrainConfig,
+    /// `[optimizations]`.
+    pub optimizations: OptimizationsConfig,
 }
 
 /// The word that stands for the starter model and the starter dataset in `path` fields.

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::train::report::{EvalReport, StepReport};
+use crate::train::report::{Choice, EvalReport, Optimization, StepReport};
 
 /// What a run can be told while it runs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -14,6 +14,13 @@ pub enum Command {
     Stop,
     /// Save what was trained and go on.
     SaveNow,
+    /// Switch an optimization between two steps.
+    Switch {
+        /// Which one.
+        optimization: Optimization,
+        /// On or off.
+        on: bool,
+    },
 }
 
 /// How serious a log line is.
@@ -98,6 +105,11 @@ pub enum RunEvent {
         tokens_seen: u64,
         /// Seconds left, from tokens; `None` while unknown.
         eta_s: Option<f64>,
+    },
+    /// Which optimizations are on, and why: when training begins, and whenever that changes.
+    Choices {
+        /// All of them.
+        choices: Vec<Choice>,
     },
     /// A held-out evaluation.
     Eval(EvalReport),

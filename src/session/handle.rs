@@ -3,9 +3,9 @@
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
@@ -19,6 +19,7 @@ use super::run_folder::RunFolder;
 use super::store::Store;
 use super::{run_loop, starter};
 use crate::base::error::Result;
+use crate::train::report::Optimization;
 
 /// Events that may wait for the view: minutes of a fast run.
 const VIEW_QUEUE: usize = 16_384;
@@ -30,6 +31,8 @@ pub struct Control {
     stop: Arc<AtomicBool>,
     /// Raised to save; lowered by the run when it does.
     save_now: Arc<AtomicBool>,
+    /// Optimizations to switch before the next step, in order.
+    switches: Arc<Mutex<Vec<(Optimization, bool)>>>,
 }
 
 impl Control {
@@ -46,6 +49,11 @@ impl Control {
     /// Whether a save was asked for since the last call.
     pub fn take_save_now(&self) -> bool {
         self.save_now.swap(false, Ordering::Relaxed)
+    }
+
+    /// What is to be switched, since the last call.
+    pub fn take_switches(&self) -> Vec<(Optimization, bool)> {
+        std::mem::take(&mut self.switches.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
@@ -89,6 +97,9 @@ impl RunHandle {
                 }
             }
             Command::SaveNow => self.control.save_now.store(true, Ordering::Relaxed),
+            Command::Switch { optimization, on } => {
+                self.control.switches.lock().unwrap_or_else(PoisonError::into_inner).push((optimization, on));
+            }
         }
     }
 

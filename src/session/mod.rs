@@ -26,10 +26,12 @@ pub mod training_data;
 mod support;
 
 pub use crate::data::options::{LayoutChoice, Overlong, TrainOn};
+pub use crate::model::metadata::{CacheCounts, CacheEntry, MetadataPolicy};
 pub use crate::tensor::memory::{CategoryBytes, MemoryCategory, MemoryReport};
 pub use crate::tensor::phase::{LaneKind, Pass, Phase, PhaseTime, Span};
 pub use crate::train::config::{
-    Activations, AttentionPath, DeviceChoice, MethodConfig, MethodKind, OptimizerConfig, Precision, ScheduleKind,
-    TrainConfig,
+    Activations, ActivationsChoice, AttentionPath, DeviceChoice, Metadata, MetadataBaseline, MethodConfig, MethodKind,
+    OffloadPolicy, OptimizationsConfig, OptimizerConfig, Precision, ScheduleKind, Switch, TrainConfig,
 };
-pub use crate::train::report::{EvalReport, StepReport};
+pub use crate::train::report::{CacheReport, Choice, CopyReport, EvalReport, Optimization, StepReport};
+pub use crate::train::switches::Switches;

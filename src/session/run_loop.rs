@@ -15,6 +15,7 @@ use self::preparing::Prepared;
 use super::event::{NoteLevel, Outcome, RunEvent};
 use super::handle::RunContext;
 use crate::base::error::Result;
+use crate::train::config::{Metadata, MetadataBaseline};
 use crate::train::report::StepReport;
 use crate::train::trainer::Stepped;
 
@@ -66,6 +67,7 @@ impl<'a> Training<'a> {
 
     fn run(mut self) -> Result<Outcome> {
         self.context.sink.emit(RunEvent::Started(self.prepared.info.clone()));
+        self.tell_choices();
         let ended = self.train();
         // However it ended, the last step is told.
         let ended = match (ended, self.flush()) {
@@ -124,6 +126,7 @@ impl<'a> Training<'a> {
         if control.take_save_now() {
             self.save_now()?;
         }
+        self.switch();
         let waited = Instant::now();
         // The loader is never far behind, so that this wait is too short to look at the stop flag.
         let Some(next) = self.prepared.loader.next_step()? else {
@@ -135,14 +138,35 @@ impl<'a> Training<'a> {
         else {
             return Ok(Ended::Stopped);
         };
-        if let Some(why) = self.prepared.trainer.take_unrecorded() {
-            self.context.sink.note(NoteLevel::Info, format!("CUDA graphs are not used: {why}"));
-        }
+        self.tell_choices();
         self.untold.push_back(next.epoch);
         if let Some(report) = report {
             self.tell(report);
         }
         Ok(Ended::Done)
+    }
+
+    /// Tells which optimizations are on, when that is news.
+    fn tell_choices(&mut self) {
+        if let Some(choices) = self.prepared.trainer.take_choices() {
+            self.context.sink.emit(RunEvent::Choices { choices });
+        }
+    }
+
+    /// Switches what was asked for since the last step.
+    fn switch(&mut self) {
+        let off_metadata = match self.context.config.optimizations.metadata_baseline {
+            MetadataBaseline::Published => Metadata::Published,
+            MetadataBaseline::Fused => Metadata::Fused,
+        };
+        for (optimization, on) in self.context.control.take_switches() {
+            let trainer = &mut self.prepared.trainer;
+            trainer.set_switches(trainer.switches().with(optimization, on, off_metadata));
+            let word = if on { "on" } else { "off" };
+            let text =
+                format!("{} switched {word} by you, from step {} on", optimization.name(), trainer.steps_done() + 1);
+            self.context.sink.note(NoteLevel::Info, text);
+        }
     }
 
     /// Waits for the last step and tells it, unless that was done: what follows sees the model and the events after it.

@@ -6,7 +6,7 @@ use super::event::{NoteLevel, Outcome, RunEvent, RunInfo, TimedEvent};
 use super::{run_folder, store};
 use crate::base::error::Result;
 use crate::tensor::phase::Span;
-use crate::train::report::{EvalReport, StepReport};
+use crate::train::report::{Choice, EvalReport, StepReport};
 
 /// Weight of the past in the smoothed loss.
 const SMOOTHING: f64 = 0.9;
@@ -121,6 +121,8 @@ pub struct RunView {
     pub stages: Vec<String>,
     /// Steps in order.
     pub steps: Vec<StepPoint>,
+    /// Which optimizations are on, by the last word of the run.
+    pub choices: Vec<Choice>,
     /// Held-out evaluations in order.
     pub evals: Vec<EvalReport>,
     /// Log lines in order.
@@ -142,6 +144,7 @@ impl Default for RunView {
             state: RunState::Preparing { stage: "starting".into(), done: 0, total: 0 },
             stages: Vec::new(),
             steps: Vec::new(),
+            choices: Vec::new(),
             evals: Vec::new(),
             notes: Vec::new(),
             saved: Vec::new(),
@@ -207,6 +210,7 @@ impl RunView {
                     smoothed_loss,
                 });
             }
+            RunEvent::Choices { choices } => self.choices.clone_from(choices),
             RunEvent::Eval(report) => self.evals.push(*report),
             RunEvent::Stopping => {
                 if !self.state.is_over() {

@@ -20,7 +20,9 @@ use crate::base::error::Result;
 pub use self::tables::{KEPT_SPAN_STEPS, StoreSummary};
 
 /// Version of the tables, kept in the file's `user_version`.
-pub const STORE_VERSION: i32 = 2;
+pub const STORE_VERSION: i32 = 3;
+/// The oldest version that is read. Version 3 added `cache` and `copies` to the steps.
+const OLDEST_VERSION: i32 = 2;
 
 /// Events that may wait for the writer. Writing takes well below a millisecond an event, so that a full queue means
 /// a disk that has stopped.
@@ -157,8 +159,11 @@ fn open(folder: &Path) -> Result<Connection> {
     let connection = Connection::open_with_flags(&path, flags).with_context(context)?;
     connection.busy_timeout(Duration::from_secs(2)).with_context(context)?;
     let version: i32 = connection.pragma_query_value(None, "user_version", |row| row.get(0)).with_context(context)?;
-    if version != STORE_VERSION {
-        bail!("{} has version {version}; this Tandem reads version {STORE_VERSION}", path.display());
+    if !(OLDEST_VERSION..=STORE_VERSION).contains(&version) {
+        bail!(
+            "{} has version {version}; this Tandem reads versions {OLDEST_VERSION} to {STORE_VERSION}",
+            path.display()
+        );
     }
     Ok(connection)
 }

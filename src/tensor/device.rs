@@ -183,6 +183,15 @@ impl Device {
         }
     }
 
+    /// Memory that could be had now, in bytes: on a GPU what the driver has free, within the limit that was set, and what the engine has free itself; on
+    /// the CPU what the system says. `None` where it does not.
+    pub fn available_bytes(&self) -> Option<u64> {
+        match self {
+            Self::Cpu(_) => super::memory::available_host_bytes(),
+            Self::Cuda(gpu) => Some(gpu.available_bytes()),
+        }
+    }
+
     /// Gives freed buffers back to the system.
     pub fn trim(&self) {
         match self {

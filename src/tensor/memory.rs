@@ -147,6 +147,14 @@ fn process_bytes() -> Option<u64> {
     Some(pages * 4096)
 }
 
+/// Host memory that could be had without swapping, in bytes, where the system says it (Linux: `MemAvailable` of `/proc/meminfo`).
+pub fn available_host_bytes() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.split_ascii_whitespace().next()?.parse().ok()?;
+    Some(kib << 10)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

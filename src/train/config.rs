@@ -4,7 +4,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-pub use crate::model::policy::{Activations, AttentionPath};
+pub use crate::model::metadata::MetadataPolicy;
+pub use crate::model::policy::{Activations, AttentionPath, Metadata, OffloadPolicy};
 pub use crate::tensor::dtype::Precision;
 
 /// Which parameters train.
@@ -118,6 +119,114 @@ pub enum DeviceChoice {
     Cuda,
 }
 
+/// What blocks keep for the backward pass, as asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ActivationsChoice {
+    /// The fastest that fits; the run says which and why.
+    #[default]
+    Auto,
+    /// Everything.
+    Keep,
+    /// Inputs of blocks, on the device.
+    Recompute,
+    /// Inputs of blocks, in host memory.
+    Offload,
+}
+
+impl ActivationsChoice {
+    /// What is asked for, unless that is left to Tandem.
+    pub fn fixed(self) -> Option<Activations> {
+        match self {
+            Self::Auto => None,
+            Self::Keep => Some(Activations::Keep),
+            Self::Recompute => Some(Activations::Recompute),
+            Self::Offload => Some(Activations::Offload),
+        }
+    }
+}
+
+/// A switch that may be left to Tandem.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Switch {
+    /// On where it helps.
+    #[default]
+    Auto,
+    /// On.
+    On,
+    /// Off.
+    Off,
+}
+
+/// How metadata are rebuilt where they are not kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MetadataBaseline {
+    /// Operation by operation, as published.
+    #[default]
+    Published,
+    /// In as few operations as it takes.
+    Fused,
+}
+
+/// `[optimizations]`: each can be left to Tandem or set, and none changes a result.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct OptimizationsConfig {
+    /// Keep what layers need to know of a pack's documents, instead of building it anew for each layer.
+    pub metadata_cache: Switch,
+    /// How it is built anew where `metadata_cache` is off.
+    pub metadata_baseline: MetadataBaseline,
+    /// Most entries the cache keeps; 0 means one for each window of the model.
+    pub metadata_entries: usize,
+    /// Device buffers for offloaded activations that come back: 1 or 2; 0 means two where memory allows.
+    pub offload_buffers: usize,
+    /// Offload also where the guardrails would not: small blocks, memory that host and device share, no headroom.
+    pub offload_force: bool,
+    /// MiB of device memory that a second buffer must leave free.
+    pub offload_headroom_mib: u64,
+    /// GiB of page-locked host memory for activations at most; 0 means half of what is available.
+    pub offload_pinned_gib: f64,
+}
+
+impl Default for OptimizationsConfig {
+    fn default() -> Self {
+        Self {
+            metadata_cache: Switch::Auto,
+            metadata_baseline: MetadataBaseline::Published,
+            metadata_entries: 0,
+            offload_buffers: 0,
+            offload_force: false,
+            offload_headroom_mib: 512,
+            offload_pinned_gib: 0.0,
+        }
+    }
+}
+
+impl OptimizationsConfig {
+    /// Where layers get what they need to know of documents. Nothing speaks against the cache anywhere, so `auto` is on.
+    pub fn metadata(&self) -> MetadataPolicy {
+        let metadata = match (self.metadata_cache, self.metadata_baseline) {
+            (Switch::Auto | Switch::On, _) => Metadata::Cached,
+            (Switch::Off, MetadataBaseline::Published) => Metadata::Published,
+            (Switch::Off, MetadataBaseline::Fused) => Metadata::Fused,
+        };
+        MetadataPolicy { metadata, capacity: self.metadata_entries }
+    }
+
+    /// How activations travel.
+    pub fn offload(&self) -> OffloadPolicy {
+        OffloadPolicy {
+            buffers: self.offload_buffers,
+            force: self.offload_force,
+            headroom_bytes: self.offload_headroom_mib << 20,
+            pinned_bytes: (self.offload_pinned_gib > 0.0)
+                .then_some((self.offload_pinned_gib * f64::from(1 << 30)) as u64),
+        }
+    }
+}
+
 /// `[train]`: how long, how often, on what.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -133,7 +242,7 @@ pub struct TrainConfig {
     /// Save the adapter every so many steps; 0 means only at the end.
     pub save_every: u64,
     /// What blocks keep for the backward pass.
-    pub activations: Activations,
+    pub activations: ActivationsChoice,
     /// How attention knows the documents of a pack.
     pub attention: AttentionPath,
     /// On a GPU, whether passes over batches of as many tokens are recorded as CUDA graphs and launched as a whole.
@@ -156,7 +265,7 @@ impl Default for TrainConfig {
             grad_accum_steps: 1,
             eval_every: 20,
             save_every: 0,
-            activations: Activations::Recompute,
+            activations: ActivationsChoice::Auto,
             attention: AttentionPath::Varlen,
             cuda_graphs: true,
             precision: Precision::F32,

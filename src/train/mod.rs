@@ -5,4 +5,5 @@ pub mod config;
 pub mod optimizer;
 pub mod report;
 pub mod schedule;
+pub mod switches;
 pub mod trainer;

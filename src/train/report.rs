@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::model::metadata::{CacheCounts, CacheEntry};
+use crate::model::policy::Metadata;
 use crate::tensor::cuda::CounterValues;
 use crate::tensor::memory::MemoryReport;
 use crate::tensor::phase::{PhaseTime, Span};
@@ -37,6 +39,12 @@ pub struct StepReport {
     /// Launches, host syncs and allocations while the step was queued, on a GPU.
     #[serde(default)]
     pub counters: Option<CounterValues>,
+    /// What the metadata cache did.
+    #[serde(default)]
+    pub cache: Option<CacheReport>,
+    /// What was copied to host memory and back, where activations are offloaded.
+    #[serde(default)]
+    pub copies: Option<CopyReport>,
     /// Spans of this step, where it was an instrumented one.
     pub spans: Vec<Span>,
 }
@@ -45,6 +53,139 @@ impl StepReport {
     /// Tokens of documents a second.
     pub fn tokens_per_sec(&self) -> f64 {
         if self.step_ms > 0.0 { self.document_tokens as f64 / (self.step_ms / 1e3) } else { 0.0 }
+    }
+}
+
+/// What the metadata cache did in one step.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct CacheReport {
+    /// How layers had their metadata.
+    pub metadata: Metadata,
+    /// Counts of the step.
+    pub counts: CacheCounts,
+    /// Time of the metadata phase, in milliseconds; `None` when it was not measured.
+    pub metadata_ms: Option<f64>,
+    /// What is kept, at the end of the step.
+    pub entries: Vec<CacheEntry>,
+}
+
+impl CacheReport {
+    /// Mean time of one build, in milliseconds.
+    pub fn build_ms(&self) -> Option<f64> {
+        self.metadata_ms.filter(|_| self.counts.builds > 0).map(|ms| ms / self.counts.builds as f64)
+    }
+
+    /// Time that hits saved, at the mean time of a build, in milliseconds.
+    pub fn avoided_ms(&self) -> Option<f64> {
+        self.build_ms().map(|ms| ms * self.counts.hits as f64)
+    }
+}
+
+/// What was copied to host memory and back in one step.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct CopyReport {
+    /// Device buffers for what comes back.
+    pub buffers: usize,
+    /// Bytes of one of them: one activation (tokens × hidden × bytes a value).
+    pub buffer_bytes: u64,
+    /// Blocks whose inputs travel.
+    pub blocks: usize,
+    /// Page-locked (CPU: plain) host memory that they wait in, in bytes.
+    pub host_bytes: u64,
+    /// Bytes to host memory.
+    pub d2h_bytes: u64,
+    /// Bytes back.
+    pub h2d_bytes: u64,
+    /// Time of copies to host memory, in milliseconds.
+    pub d2h_ms: f64,
+    /// Time of copies back, in milliseconds.
+    pub h2d_ms: f64,
+    /// Time in which a copy ran, in either direction, in milliseconds.
+    pub copy_ms: f64,
+    /// Part of it in which compute ran beside, in milliseconds.
+    pub hidden_ms: f64,
+    /// Copies back in the step: passes × blocks.
+    pub reloads: usize,
+    /// Mean time of the backward pass of a block that waits for a copy, recomputation included, in milliseconds; `None` when not measured.
+    pub block_backward_ms: Option<f64>,
+}
+
+impl CopyReport {
+    /// Share of the copy time that was hidden behind compute, 0 to 1.
+    pub fn overlap(&self) -> f64 {
+        if self.copy_ms > 0.0 { self.hidden_ms / self.copy_ms } else { 0.0 }
+    }
+
+    /// Copy time that was not hidden, in milliseconds.
+    pub fn exposed_ms(&self) -> f64 {
+        self.copy_ms - self.hidden_ms
+    }
+
+    /// Mean time of one copy back, in milliseconds: `c` of the formulas.
+    pub fn reload_ms(&self) -> Option<f64> {
+        (self.reloads > 0).then(|| self.h2d_ms / self.reloads as f64)
+    }
+}
+
+/// Something the engine can do in more than one way without changing a result.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Optimization {
+    /// Metadata of packs built once and kept.
+    MetadataCache,
+    /// Everything kept for the backward pass, nothing computed again.
+    KeepActivations,
+    /// Inputs of blocks in host memory.
+    ActivationOffload,
+    /// Two device buffers for what comes back.
+    DoubleBuffer,
+    /// Attention that visits only the pairs of tokens that see each other.
+    VarlenAttention,
+    /// Passes recorded as CUDA graphs.
+    CudaGraphs,
+}
+
+impl Optimization {
+    /// All, in the order in which they are shown.
+    pub const ALL: [Self; 6] = [
+        Self::MetadataCache,
+        Self::DoubleBuffer,
+        Self::ActivationOffload,
+        Self::KeepActivations,
+        Self::VarlenAttention,
+        Self::CudaGraphs,
+    ];
+
+    /// The name shown to people.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::MetadataCache => "Packing metadata cache",
+            Self::KeepActivations => "Keep instead of recompute",
+            Self::ActivationOffload => "Activation offload",
+            Self::DoubleBuffer => "Overlapped copies",
+            Self::VarlenAttention => "Variable-length attention",
+            Self::CudaGraphs => "CUDA graphs",
+        }
+    }
+}
+
+/// Whether an optimization is on in a run, and why.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Choice {
+    /// Which one.
+    pub optimization: Optimization,
+    /// Whether it is on.
+    pub on: bool,
+    /// Whether it can be switched in this run: where not, `why` says why.
+    pub available: bool,
+    /// The reason, as a short clause.
+    pub why: String,
+}
+
+impl Choice {
+    /// The choice in a line: `Packing metadata cache: on (one build for each pack and window)`.
+    pub fn describe(&self) -> String {
+        format!("{}: {} ({})", self.optimization.name(), if self.on { "on" } else { "off" }, self.why)
     }
 }
 

@@ -6,16 +6,18 @@ use std::time::Instant;
 use anyhow::{Context as _, ensure};
 
 use super::batch::upload;
-use super::config::{Activations, AttentionPath, MethodConfig, MethodKind, OptimizerConfig};
+use super::config::{ActivationsChoice, Metadata, MethodConfig, MethodKind, OptimizerConfig};
 use super::optimizer::{BadGradient, Optimizer};
-use super::report::{EvalReport, StepReport};
+use super::report::{CacheReport, Choice, EvalReport, StepReport};
 use super::schedule::learning_rate;
+use super::switches::{self, Switches};
 use crate::base::error::{NonFinite, Result};
 use crate::data::example::IGNORE_INDEX;
 use crate::data::pack::PackedBatch;
 use crate::layers::DropoutState;
 use crate::layers::parameter::Grads;
 use crate::model::lora::LoraSpec;
+use crate::model::metadata::{CacheCounts, CacheEntry};
 use crate::model::recording::Recordings;
 use crate::model::transformer::{PassOptions, Transformer};
 use crate::ops::cross_entropy::LossSum;
@@ -33,12 +35,8 @@ pub struct TrainerSetup {
     pub method: MethodConfig,
     /// Optimizer, schedule, clipping.
     pub optimizer: OptimizerConfig,
-    /// What blocks keep.
-    pub activations: Activations,
-    /// How attention knows the documents of a pack, in training and evaluation.
-    pub attention: AttentionPath,
-    /// Whether passes are recorded as CUDA graphs, on a GPU.
-    pub cuda_graphs: bool,
+    /// What of the engine is switched how.
+    pub switches: Switches,
     /// Seed of adapter initialization and dropout.
     pub seed: u64,
     /// Optimizer steps of the run, for the schedule.
@@ -64,8 +62,10 @@ pub fn lora_spec(method: &MethodConfig) -> Option<LoraSpec> {
 pub struct Trainer {
     /// Passes recorded so far. They read the model and write the gradients, so they go before those.
     recordings: Recordings,
-    /// Whether somebody was told why passes are not recorded.
-    told_unrecorded: bool,
+    /// Why blocks keep what they keep, where Tandem chose it.
+    activations_why: Option<String>,
+    /// The choices that were taken last.
+    told_choices: Vec<Choice>,
     model: Transformer,
     setup: TrainerSetup,
     grads: Grads,
@@ -100,6 +100,9 @@ struct Submitted {
     num_label_tokens: u64,
     memory: MemoryReport,
     counters: Option<CounterValues>,
+    metadata: Metadata,
+    cache: CacheCounts,
+    cache_entries: Vec<CacheEntry>,
 }
 
 /// What clipping found in a step.
@@ -115,7 +118,6 @@ impl Trainer {
     /// # Errors
     /// When the method does not fit the model.
     pub fn new(mut model: Transformer, setup: TrainerSetup) -> Result<Self> {
-        model.set_attention_path(setup.attention);
         match lora_spec(&setup.method) {
             None => model.train_everything(),
             Some(spec) => model.add_lora(&spec, setup.seed).context("[method] does not fit this model")?,
@@ -123,10 +125,11 @@ impl Trainer {
         let grads = Grads::new(model.params());
         let optimizer = Optimizer::new(&model);
         let reports_late = matches!(model.device(), Device::Cuda(_));
-        let recordings = Recordings::new(setup.cuda_graphs);
-        Ok(Self {
+        let recordings = Recordings::new(setup.switches.cuda_graphs);
+        let mut trainer = Self {
             recordings,
-            told_unrecorded: false,
+            activations_why: None,
+            told_choices: Vec::new(),
             model,
             setup,
             grads,
@@ -134,6 +137,54 @@ impl Trainer {
             reports_late,
             submitted: None,
             failed: false,
+        };
+        trainer.apply_switches();
+        Ok(trainer)
+    }
+
+    /// What is switched how.
+    pub fn switches(&self) -> Switches {
+        self.setup.switches
+    }
+
+    /// Switches, from the next step on. No result changes; what was recorded stays where it still fits.
+    pub fn set_switches(&mut self, switches: Switches) {
+        if switches.activations != self.setup.switches.activations {
+            self.activations_why = None;
+        }
+        self.setup.switches = switches;
+        self.apply_switches();
+    }
+
+    fn apply_switches(&mut self) {
+        let Switches { attention, metadata, offload, cuda_graphs, .. } = self.setup.switches;
+        self.model.set_attention_path(attention);
+        self.model.set_metadata_policy(metadata);
+        self.model.set_offload_policy(offload);
+        self.recordings.enable(cuda_graphs);
+    }
+
+    /// Chooses what blocks keep, for batches of at most `tokens` tokens: what was asked for, or the fastest that fits.
+    pub fn choose_activations(&mut self, asked: ActivationsChoice, tokens: usize) {
+        let chosen = match asked.fixed() {
+            Some(activations) => (activations, "set in the configuration".to_owned()),
+            None => switches::choose_activations(&self.model, tokens),
+        };
+        self.setup.switches.activations = chosen.0;
+        self.activations_why = Some(chosen.1);
+    }
+
+    /// Which optimizations are on, and why.
+    pub fn choices(&self) -> Vec<Choice> {
+        switches::choices(&self.setup.switches, &self.model, self.recordings.unused(), self.activations_why.as_deref())
+    }
+
+    /// As [`Self::choices`], when they are others than at the last call: for a log.
+    pub fn take_choices(&mut self) -> Option<Vec<Choice>> {
+        let choices = self.choices();
+        (choices != self.told_choices).then(|| {
+            self.told_choices.clone_from(&choices);
+            choices
         })
     }
 
@@ -156,12 +207,6 @@ impl Trainer {
     /// Why passes are not recorded as CUDA graphs although that was asked for; known after the first steps.
     pub fn unrecorded(&self) -> Option<&str> {
         self.recordings.unused()
-    }
-
-    /// As [`Self::unrecorded`], once: for a log.
-    pub fn take_unrecorded(&mut self) -> Option<&str> {
-        let untold = !std::mem::replace(&mut self.told_unrecorded, self.recordings.unused().is_some());
-        self.recordings.unused().filter(|_| untold)
     }
 
     /// Optimizer updates done, on a GPU with the one that is queued.
@@ -195,6 +240,7 @@ impl Trainer {
         let device = self.model.device().clone();
         let clock = device.clock();
         let counters = device.counters();
+        let cache = self.model.metadata_counts();
         clock.begin_step(true, data_wait_ms);
         {
             let _phase = clock.enter(Phase::Optimizer, Pass::Step, None);
@@ -208,7 +254,7 @@ impl Trainer {
             };
             let options = PassOptions {
                 weight: 1.0 / num_label_tokens as f32,
-                activations: self.setup.activations,
+                activations: self.setup.switches.activations,
                 dropout: Some(DropoutState { seed: self.setup.seed, step: number, micro_batch: i as u32 }),
                 stop,
             };
@@ -249,6 +295,9 @@ impl Trainer {
             num_label_tokens: num_label_tokens as u64,
             memory: device.memory(),
             counters: device.counters().zip(counters).map(|(after, before)| after - before),
+            cache: self.model.metadata_counts() - cache,
+            metadata: self.setup.switches.metadata.metadata,
+            cache_entries: self.model.metadata_entries(),
         };
         let ready = if self.reports_late { self.submitted.replace(submitted) } else { Some(submitted) };
         let report = ready.map(|submitted| self.report(submitted)).transpose()?;
@@ -307,6 +356,8 @@ impl Trainer {
             return Err(self.why_not_finite(number, &found, loss).into());
         }
         let times = device.clock().read(times);
+        let metadata = times.phases.iter().find(|time| time.phase == Phase::Metadata);
+        let metadata_ms = metadata.and_then(|time| time.total_ms());
         let attributed: f64 = times.phases.iter().filter_map(|phase| phase.total_ms()).sum();
         Ok(StepReport {
             step: number,
@@ -322,6 +373,13 @@ impl Trainer {
             phases: times.phases,
             memory: submitted.memory,
             counters: submitted.counters,
+            cache: Some(CacheReport {
+                metadata: submitted.metadata,
+                counts: submitted.cache,
+                metadata_ms,
+                entries: submitted.cache_entries,
+            }),
+            copies: None,
             spans: times.spans,
         })
     }

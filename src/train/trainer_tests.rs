@@ -15,6 +15,7 @@ use crate::ops::cross_entropy::LossSum;
 use crate::ops::testing::{Values, assert_close, cpu, dot};
 use crate::tensor::{Device, MemoryCategory};
 use crate::train::config::ScheduleKind;
+use crate::train::config::{Activations, AttentionPath};
 
 static NEVER: AtomicBool = AtomicBool::new(false);
 
@@ -42,9 +43,8 @@ fn optimizer() -> OptimizerConfig {
 }
 
 fn setup(method: MethodConfig, activations: Activations) -> TrainerSetup {
-    let attention = AttentionPath::Varlen;
-    let optimizer = optimizer();
-    TrainerSetup { method, optimizer, activations, attention, cuda_graphs: true, seed: 5, total_steps: 10 }
+    let switches = Switches { activations, ..Switches::default() };
+    TrainerSetup { method, optimizer: optimizer(), switches, seed: 5, total_steps: 10 }
 }
 
 fn full() -> MethodConfig {
@@ -90,7 +90,7 @@ fn gradients(trainer: &mut Trainer, batches: &[PackedBatch]) -> f64 {
     let Trainer { model, grads, setup, .. } = trainer;
     let options = PassOptions {
         weight: 1.0 / num_label_tokens as f32,
-        activations: setup.activations,
+        activations: setup.switches.activations,
         dropout: None,
         stop: &NEVER,
     };
@@ -534,7 +534,11 @@ fn recompute_keeps_only_the_inputs_of_blocks() {
 fn a_masked_run_trains_and_evaluates_by_a_dense_mask() {
     let batch = [batch(16, &[120, 60])];
     let metadata_bytes = |attention, evaluate: bool| {
-        let setup = TrainerSetup { attention, ..setup(lora(0.0), Activations::Keep) };
+        let setup = {
+            let mut setup = setup(lora(0.0), Activations::Keep);
+            setup.switches.attention = attention;
+            setup
+        };
         let mut trainer = trainer(&cpu(1), &model("tied llama"), setup);
         if evaluate {
             trainer.evaluate(&batch, &NEVER).unwrap().unwrap();

@@ -134,6 +134,8 @@ fn step_report(step: u64) -> StepReport {
             process_bytes: Some(total + 160 * MIB),
         },
         counters: None,
+        cache: None,
+        copies: None,
         spans: Vec::new(),
     }
 }

@@ -15,6 +15,7 @@ use tandem::ops::cross_entropy::LossSum;
 use tandem::tensor::{Device, Precision, Tensor};
 use tandem::train::batch::upload;
 use tandem::train::config::{Activations, AttentionPath, MethodConfig, OptimizerConfig, ScheduleKind};
+use tandem::train::switches::Switches;
 use tandem::train::trainer::{Trainer, TrainerSetup};
 
 pub static NEVER: AtomicBool = AtomicBool::new(false);
@@ -156,8 +157,8 @@ impl Family {
             schedule: ScheduleKind::Constant,
             ..OptimizerConfig::default()
         };
-        let (method, attention) = (self.method(), AttentionPath::Varlen);
-        let setup = TrainerSetup { method, optimizer, activations, attention, cuda_graphs, seed: 0, total_steps: 6 };
+        let switches = Switches { activations, cuda_graphs, ..Switches::default() };
+        let setup = TrainerSetup { method: self.method(), optimizer, switches, seed: 0, total_steps: 6 };
         let mut trainer = Trainer::new(self.model(device), setup).unwrap();
         set_adapters(&mut trainer, &self.case);
         trainer

@@ -220,6 +220,19 @@ fn train(config: &RunConfig, check: &mut Checker) {
     check.value("train.threads", train.threads, train.threads <= 4096, "it must be at most 4096; 0 means one a core");
     let limit = train.vram_limit_gib;
     check.value("train.vram_limit_gib", limit, limit.is_finite() && limit >= 0.0, "it must be 0 (no limit) or more");
+    let o = &config.optimizations;
+    let remedy = "it must be 1, 2, or 0 (two where memory allows)";
+    check.value("optimizations.offload_buffers", o.offload_buffers, o.offload_buffers <= 2, remedy);
+    let remedy = "it must be at most 1048576 (one TiB); 512 is usual";
+    check.value(
+        "optimizations.offload_headroom_mib",
+        o.offload_headroom_mib,
+        o.offload_headroom_mib <= 1 << 20,
+        remedy,
+    );
+    let pinned = o.offload_pinned_gib;
+    let remedy = "it must be above 0, or 0 (half of what is available)";
+    check.value("optimizations.offload_pinned_gib", pinned, pinned.is_finite() && pinned >= 0.0, remedy);
 }
 
 #[cfg(test)]
@@ -273,6 +286,9 @@ mod tests {
             ("train.grad_accum_steps", |c| c.train.grad_accum_steps = 0),
             ("train.threads", |c| c.train.threads = 5000),
             ("train.vram_limit_gib", |c| c.train.vram_limit_gib = -1.0),
+            ("optimizations.offload_buffers", |c| c.optimizations.offload_buffers = 3),
+            ("optimizations.offload_headroom_mib", |c| c.optimizations.offload_headroom_mib = 1 << 40),
+            ("optimizations.offload_pinned_gib", |c| c.optimizations.offload_pinned_gib = f64::NAN),
         ];
         for (field, change) in changes {
             let mut config = valid();

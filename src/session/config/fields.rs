@@ -104,13 +104,20 @@ pub const FIELDS: &[Field] = &[
     field("train", "grad_accum_steps", FieldKind::Integer),
     field("train", "eval_every", FieldKind::Integer),
     field("train", "save_every", FieldKind::Integer),
-    field("train", "activations", FieldKind::Choice(&["keep", "recompute"])),
+    field("train", "activations", FieldKind::Choice(&["auto", "keep", "recompute", "offload"])),
     field("train", "attention", FieldKind::Choice(&["varlen", "masked"])),
     field("train", "cuda_graphs", FieldKind::Bool),
     field("train", "precision", FieldKind::Choice(&["f32", "bf16"])),
     field("train", "device", FieldKind::Choice(&["auto", "cpu", "cuda"])),
     field("train", "threads", FieldKind::Integer),
     field("train", "vram_limit_gib", FieldKind::Float),
+    field("optimizations", "metadata_cache", FieldKind::Choice(&["auto", "on", "off"])),
+    field("optimizations", "metadata_baseline", FieldKind::Choice(&["published", "fused"])),
+    field("optimizations", "metadata_entries", FieldKind::Integer),
+    field("optimizations", "offload_buffers", FieldKind::Integer),
+    field("optimizations", "offload_force", FieldKind::Bool),
+    field("optimizations", "offload_headroom_mib", FieldKind::Integer),
+    field("optimizations", "offload_pinned_gib", FieldKind::Float),
 ];
 
 /// Names other tools use, and the field that means the same here.

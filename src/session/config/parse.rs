@@ -338,7 +338,7 @@ mod tests {
         assert_eq!(config.method.target_modules, ["q_proj", "v_proj"]);
         assert_eq!(config.method.layers_to_transform, [0, 2]);
         assert_eq!(config.optimizer.lr, 1e-3);
-        assert_eq!(config.train.activations, crate::train::config::Activations::Keep);
+        assert_eq!(config.train.activations, crate::train::config::ActivationsChoice::Keep);
         assert_eq!(config.train.attention, crate::train::config::AttentionPath::Masked);
         assert!(!config.train.cuda_graphs);
         assert_eq!(config.data.path, Path::new("/abs/d.txt"));

@@ -4,7 +4,8 @@ use super::*;
 use crate::model::transformer::Transformer;
 use crate::session::support;
 use crate::tensor::device::Device;
-use crate::train::config::{Activations, AttentionPath, OptimizerConfig, Precision};
+use crate::train::config::{Activations, OptimizerConfig, Precision};
+use crate::train::switches::Switches;
 use crate::train::trainer::{Trainer, TrainerSetup};
 
 #[test]
@@ -39,9 +40,7 @@ fn trainable_weights_are_those_the_trainer_trains() {
         let setup = TrainerSetup {
             method: method.clone(),
             optimizer: OptimizerConfig::default(),
-            activations: Activations::Keep,
-            attention: AttentionPath::Varlen,
-            cuda_graphs: true,
+            switches: Switches { activations: Activations::Keep, ..Switches::default() },
             seed: 0,
             total_steps: 1,
         };

@@ -20,6 +20,7 @@ use crate::session::run_folder;
 use crate::session::training_data::{self, TrainingData};
 use crate::tensor::device::Device;
 use crate::train::config::{DeviceChoice, MethodConfig, MethodKind};
+use crate::train::switches::Switches;
 use crate::train::trainer::{Trainer, TrainerSetup, lora_spec};
 
 /// Least time between two progress events of one stage.
@@ -86,13 +87,12 @@ pub(super) fn prepare(context: &RunContext) -> Result<Option<Prepared>> {
         TrainerSetup {
             method: config.method.clone(),
             optimizer: config.optimizer.clone(),
-            activations: config.train.activations,
-            attention: config.train.attention,
-            cuda_graphs: config.train.cuda_graphs,
+            switches: Switches::of(&config.train, &config.optimizations),
             seed: config.seed,
             total_steps,
         },
     )?;
+    trainer.choose_activations(config.train.activations, config.packing.pack_len);
     if let Some(folder) = &config.method.init_adapter {
         saving::set_init_adapter(&mut trainer, &config.method, folder)?;
     }

@@ -27,7 +27,7 @@ CREATE TABLE steps (
     step_ms REAL, not_attributed_ms REAL,
     now_bytes INTEGER NOT NULL, peak_bytes INTEGER NOT NULL, process_bytes INTEGER,
     epoch REAL, elapsed_s REAL, tokens_seen INTEGER NOT NULL, eta_s REAL,
-    launches INTEGER, host_syncs INTEGER, allocations INTEGER);
+    launches INTEGER, host_syncs INTEGER, allocations INTEGER, cache TEXT, copies TEXT);
 CREATE TABLE phases (
     id INTEGER PRIMARY KEY, seq INTEGER NOT NULL, phase TEXT NOT NULL,
     forward_ms REAL, backward_ms REAL, step_ms REAL);
@@ -97,31 +97,35 @@ struct StepPlace {
 }
 
 fn write_step(t: &Transaction<'_>, seq: i64, unix_ms: i64, r: &StepReport, place: &StepPlace) -> Result<()> {
-    t.prepare_cached("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)")?
-        .execute(params![
-            seq,
-            unix_ms,
-            to_db(r.step),
-            r.loss,
-            r.grad_norm,
-            r.clipped,
-            r.lr,
-            to_db(r.total_tokens),
-            to_db(r.document_tokens),
-            to_db(r.num_label_tokens),
-            r.step_ms,
-            r.not_attributed_ms,
-            to_db(r.memory.now_bytes),
-            to_db(r.memory.peak_bytes),
-            r.memory.process_bytes.map(to_db),
-            place.epoch,
-            place.elapsed_s,
-            to_db(place.tokens_seen),
-            place.eta_s,
-            r.counters.map(|c| to_db(c.launches)),
-            r.counters.map(|c| to_db(c.host_syncs)),
-            r.counters.map(|c| to_db(c.allocations)),
-        ])?;
+    t.prepare_cached(
+        "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+    )?
+    .execute(params![
+        seq,
+        unix_ms,
+        to_db(r.step),
+        r.loss,
+        r.grad_norm,
+        r.clipped,
+        r.lr,
+        to_db(r.total_tokens),
+        to_db(r.document_tokens),
+        to_db(r.num_label_tokens),
+        r.step_ms,
+        r.not_attributed_ms,
+        to_db(r.memory.now_bytes),
+        to_db(r.memory.peak_bytes),
+        r.memory.process_bytes.map(to_db),
+        place.epoch,
+        place.elapsed_s,
+        to_db(place.tokens_seen),
+        place.eta_s,
+        r.counters.map(|c| to_db(c.launches)),
+        r.counters.map(|c| to_db(c.host_syncs)),
+        r.counters.map(|c| to_db(c.allocations)),
+        r.cache.as_ref().map(serde_json::to_string).transpose()?,
+        r.copies.as_ref().map(serde_json::to_string).transpose()?,
+    ])?;
     let mut phases =
         t.prepare_cached("INSERT INTO phases (seq, phase, forward_ms, backward_ms, step_ms) VALUES (?, ?, ?, ?, ?)")?;
     for p in &r.phases {
@@ -270,8 +274,17 @@ fn step(row: &Row<'_>, seq: i64, parts: &mut StepParts) -> Result<StepReport> {
             process_bytes: row.get::<_, Option<i64>>("process_bytes")?.map(from_db),
         },
         counters: counters(row)?,
+        cache: json(row, "cache")?,
+        copies: json(row, "copies")?,
         spans: parts.spans.remove(&seq).unwrap_or_default(),
     })
+}
+
+/// What a column holds as JSON; `None` where it is empty, and in stores that are older than the column.
+fn json<T: for<'de> Deserialize<'de>>(row: &Row<'_>, column: &str) -> Result<Option<T>> {
+    let Ok(index) = row.as_ref().column_index(column) else { return Ok(None) };
+    let Some(text) = row.get::<_, Option<String>>(index)? else { return Ok(None) };
+    serde_json::from_str(&text).map(Some).with_context(|| format!("column {column}"))
 }
 
 /// The counters of a step, where the device counts.

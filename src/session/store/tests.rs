@@ -1,5 +1,8 @@
 //! Tests of the run store: what goes in comes out, and a view of the file equals a view of the events.
 
+use crate::model::metadata::{CacheCounts, CacheEntry};
+use crate::train::config::{AttentionPath, Metadata};
+use crate::train::report::{CacheReport, CopyReport};
 use proptest::prelude::*;
 
 use super::*;
@@ -48,6 +51,30 @@ fn memory() -> impl Strategy<Value = MemoryReport> {
     )
 }
 
+fn cache(step: u64) -> CacheReport {
+    let counts = CacheCounts { lookups: step, hits: step - 1, builds: 1, evictions: 0, built_bytes: 7 * step };
+    let entry = |window| CacheEntry { window, path: AttentionPath::Masked, bytes: step, hits: 3 };
+    let metadata_ms = step.is_multiple_of(2).then_some(step as f64 / 7.0);
+    CacheReport { metadata: Metadata::Cached, counts, metadata_ms, entries: vec![entry(None), entry(Some(128))] }
+}
+
+fn copies(step: u64) -> CopyReport {
+    CopyReport {
+        buffers: 2,
+        buffer_bytes: 1 << 20,
+        blocks: 3,
+        host_bytes: 3 << 20,
+        d2h_bytes: step << 20,
+        h2d_bytes: step << 20,
+        d2h_ms: step as f64 / 3.0,
+        h2d_ms: 0.25,
+        copy_ms: 0.5,
+        hidden_ms: 0.375,
+        reloads: 6,
+        block_backward_ms: step.is_multiple_of(2).then_some(1.5),
+    }
+}
+
 fn step() -> impl Strategy<Value = RunEvent> {
     let report = (
         (1..1_000_000_u64, number(), number(), any::<bool>(), number(), number(), number()),
@@ -70,6 +97,8 @@ fn step() -> impl Strategy<Value = RunEvent> {
             not_attributed_ms: rest,
             memory,
             counters: step.is_multiple_of(2).then_some(CounterValues { launches: step, host_syncs: 1, allocations: 0 }),
+            cache: step.is_multiple_of(3).then(|| cache(step)),
+            copies: step.is_multiple_of(5).then(|| copies(step)),
             spans,
         });
     (report, number(), number(), any::<u64>(), prop::option::of(number())).prop_map(
@@ -180,6 +209,8 @@ fn plain_step(step: u64, loss: f64, spans: Vec<Span>) -> TimedEvent {
         not_attributed_ms: 0.0,
         memory: MemoryReport::default(),
         counters: None,
+        cache: None,
+        copies: None,
         spans,
     };
     let event = RunEvent::Step { report: Box::new(report), epoch: 0.5, elapsed_s: 1.0, tokens_seen: 8, eta_s: None };

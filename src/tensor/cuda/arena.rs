@@ -249,8 +249,13 @@ impl Arena {
         Some(Slab { pointer, bytes })
     }
 
+    /// Bytes of the arena that nobody uses.
+    pub fn free_bytes(&self) -> u64 {
+        self.lock().free.free_bytes()
+    }
+
     /// Bytes that may still be asked from the driver.
-    fn room(&self) -> u64 {
+    pub fn room(&self) -> u64 {
         let Ok((free, total)) = self.context.mem_get_info() else { return 0 };
         match self.limit_bytes {
             None => free as u64,

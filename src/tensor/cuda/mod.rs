@@ -256,6 +256,12 @@ impl CudaDevice {
         Some((total - free) as u64)
     }
 
+    /// Bytes that could be had now: from the driver, within the limit, and from the arenas' own free lists.
+    pub fn available_bytes(&self) -> u64 {
+        let [lasting, pass] = &self.inner.arenas;
+        lasting.room() + lasting.free_bytes() + pass.free_bytes()
+    }
+
     /// The counters as they stand, allocations by the arenas included.
     pub fn counters(&self) -> CounterValues {
         let Counters { launches, host_syncs, allocations, .. } = &self.inner.counters;

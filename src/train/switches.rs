@@ -1,0 +1,149 @@
+//! What of the engine can be switched without changing a result, as it stands in a trainer.
+
+use serde::{Deserialize, Serialize};
+
+use super::config::{
+    Activations, AttentionPath, Metadata, MetadataPolicy, OffloadPolicy, OptimizationsConfig, TrainConfig,
+};
+use super::report::{Choice, Optimization};
+use crate::base::units;
+use crate::model::transformer::Transformer;
+use crate::tensor::Device;
+
+/// Device memory that `auto` leaves free beside what a step needs, in bytes.
+const MARGIN: u64 = 512 << 20;
+
+/// The switches of a trainer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Switches {
+    /// What blocks keep.
+    pub activations: Activations,
+    /// How attention knows the documents of a pack, in training and evaluation.
+    pub attention: AttentionPath,
+    /// Where layers get what they need to know of documents.
+    pub metadata: MetadataPolicy,
+    /// How activations travel, where they are offloaded.
+    pub offload: OffloadPolicy,
+    /// Whether passes are recorded as CUDA graphs, on a GPU.
+    pub cuda_graphs: bool,
+}
+
+impl Default for Switches {
+    fn default() -> Self {
+        Self::of(&TrainConfig::default(), &OptimizationsConfig::default())
+    }
+}
+
+impl Switches {
+    /// As a configuration sets them; what it leaves to Tandem in `activations` is `recompute` until it is chosen for a model and its batches.
+    pub fn of(train: &TrainConfig, optimizations: &OptimizationsConfig) -> Self {
+        Self {
+            activations: train.activations.fixed().unwrap_or_default(),
+            attention: train.attention,
+            metadata: optimizations.metadata(),
+            offload: optimizations.offload(),
+            cuda_graphs: train.cuda_graphs,
+        }
+    }
+}
+
+/// What blocks should keep for batches of at most `tokens` tokens, and why: the fastest that fits into the memory that is free now.
+///
+/// The estimate counts what blocks keep (their input, q, k, v, attention's output, the stream between attention and MLP, gate and up) and one more
+/// block for what a backward pass works with.
+pub fn choose_activations(model: &Transformer, tokens: usize) -> (Activations, String) {
+    let config = model.config();
+    let (device, layers, hidden) = (model.device(), config.num_hidden_layers as u64, config.hidden_size);
+    let value = device.dtype().num_bytes() as u64;
+    let inputs = tokens as u64 * hidden as u64 * value;
+    let block = tokens as u64
+        * (2 * hidden + 2 * config.q_size() + 2 * config.kv_size() + 2 * config.intermediate_size) as u64
+        * value;
+    let Some(free) = device.available_bytes() else {
+        return (Activations::Recompute, "the system does not say how much memory is free".into());
+    };
+    let on_gpu = matches!(device, Device::Cuda(_));
+    // The host's memory is everybody's: half of what is free is enough to take.
+    let free = if on_gpu { free.saturating_sub(MARGIN) } else { free / 2 };
+    let work = 2 * block;
+    let (keep, recompute) = (layers * block + work, layers * inputs + work);
+    let (of, is) = (units::bytes(free), |bytes| units::bytes(bytes));
+    if keep <= free {
+        return (Activations::Keep, format!("{} for all blocks fit into {of}", is(keep)));
+    }
+    let offloads = on_gpu && model.can_offload(tokens).is_ok();
+    if recompute <= free || !offloads {
+        return (Activations::Recompute, format!("keeping all would need {}, and {of} are free", is(keep)));
+    }
+    (Activations::Offload, format!("inputs of blocks would need {}, and {of} are free", is(recompute)))
+}
+
+/// Which optimizations are on, and why. `unrecorded` says why passes are not recorded although that is asked for; `activations_why` why blocks keep
+/// what they keep.
+pub fn choices(
+    switches: &Switches,
+    model: &Transformer,
+    unrecorded: Option<&str>,
+    activations_why: Option<&str>,
+) -> Vec<Choice> {
+    let on_gpu = matches!(model.device(), Device::Cuda(_));
+    let of = |optimization| {
+        let (on, available, why) = match optimization {
+            Optimization::MetadataCache => match switches.metadata.metadata {
+                Metadata::Cached => (true, true, "one build for each pack and window".to_owned()),
+                Metadata::Fused => (false, true, "each layer builds anew, in few operations".to_owned()),
+                Metadata::Published => (false, true, "each layer builds anew, as published".to_owned()),
+            },
+            Optimization::KeepActivations => {
+                let on = switches.activations == Activations::Keep;
+                (on, true, activations_why.unwrap_or("switched by you").to_owned())
+            }
+            Optimization::ActivationOffload => match (switches.activations, model.offload_refused()) {
+                (Activations::Offload, Some(why)) => (false, true, why),
+                (Activations::Offload, None) => (true, true, activations_why.unwrap_or("switched by you").to_owned()),
+                _ if !on_gpu => (false, true, "host memory is where a CPU keeps them anyway".to_owned()),
+                _ => (false, true, "activations fit on the device".to_owned()),
+            },
+            Optimization::DoubleBuffer => match (switches.activations, model.offload_buffers()) {
+                (Activations::Offload, Some((buffers, why))) => (buffers == 2, true, why),
+                (Activations::Offload, None) => {
+                    (switches.offload.buffers != 1, true, "known after the first step".into())
+                }
+                _ => (false, false, "no activations are offloaded".to_owned()),
+            },
+            Optimization::VarlenAttention => match switches.attention {
+                AttentionPath::Varlen => (true, true, "no T×T mask".to_owned()),
+                AttentionPath::Masked => (false, true, "a T×T mask for each window".to_owned()),
+            },
+            Optimization::CudaGraphs if !on_gpu => (false, false, "there is no GPU in this run".to_owned()),
+            Optimization::CudaGraphs => match (switches.cuda_graphs, unrecorded) {
+                (true, Some(why)) => (false, true, why.to_owned()),
+                (true, None) => (true, true, "two launches a pass".to_owned()),
+                (false, _) => (false, true, "every kernel is queued by the host".to_owned()),
+            },
+        };
+        Choice { optimization, on, available, why }
+    };
+    Optimization::ALL.into_iter().map(of).collect()
+}
+
+impl Switches {
+    /// The switches with one optimization on or off; off is the baseline that `optimizations` names.
+    pub fn with(mut self, optimization: Optimization, on: bool, off_metadata: Metadata) -> Self {
+        match optimization {
+            Optimization::MetadataCache => self.metadata.metadata = if on { Metadata::Cached } else { off_metadata },
+            Optimization::KeepActivations => {
+                self.activations = if on { Activations::Keep } else { Activations::Recompute };
+            }
+            Optimization::ActivationOffload => {
+                self.activations = if on { Activations::Offload } else { Activations::Recompute };
+            }
+            Optimization::DoubleBuffer => self.offload.buffers = if on { 2 } else { 1 },
+            Optimization::VarlenAttention => {
+                self.attention = if on { AttentionPath::Varlen } else { AttentionPath::Masked };
+            }
+            Optimization::CudaGraphs => self.cuda_graphs = on,
+        }
+        self
+    }
+}
