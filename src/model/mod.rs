@@ -9,6 +9,7 @@ pub mod generate;
 pub mod loading;
 pub mod lora;
 pub mod metadata;
+pub mod offload;
 pub mod policy;
 pub mod recording;
 pub mod rotary;

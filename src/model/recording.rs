@@ -15,8 +15,8 @@ use anyhow::Context as _;
 use super::batch::DeviceBatch;
 use super::block::Block;
 use super::metadata::SequenceMetadata;
-use super::policy::{Activations, AttentionPath};
-use super::transformer::{PassOptions, Transformer};
+use super::policy::{Activations, AttentionPath, OffloadPolicy};
+use super::transformer::{BlockRun, PassOptions, Transformer};
 use crate::base::error::Result;
 use crate::layers::parameter::Grads;
 use crate::ops::cross_entropy::LossSum;
@@ -43,6 +43,8 @@ struct Kind {
     total_tokens: usize,
     activations: Activations,
     attention: AttentionPath,
+    /// With offload: how, and with which memory.
+    offload: Option<(OffloadPolicy, u64)>,
 }
 
 /// What layers of one window read of a batch.
@@ -67,6 +69,8 @@ struct Recording {
     dx: Tensor,
     /// The memory of passes between the graphs: those two and all that is kept for the backward pass are in use.
     between: PassMemory,
+    /// Device buffers for offloaded activations, and why as many.
+    buffers: Option<(usize, String)>,
 }
 
 impl Recordings {
@@ -145,13 +149,20 @@ impl Transformer {
         options: PassOptions<'_>,
     ) -> Option<()> {
         self.prepare_metadata(batch);
+        let offloads = options.activations == Activations::Offload && self.prepare_offload(batch.total_tokens());
         if options.dropout.is_some() && self.drops() {
             recordings.give_up("with lora_dropout above 0 every step drops other inputs".into());
         } else if !self.metadata_cache().holds_all(self.config.windows().len()) {
             recordings.give_up("layers build what they know of the documents anew, for which the host must act".into());
+        } else if offloads && self.offload().needs_thread() {
+            recordings.give_up("a thread carries activations, as not all could be page-locked".into());
         }
         let attention = self.attention_path();
-        let kind = Kind { total_tokens: batch.total_tokens(), activations: options.activations, attention };
+        let offload = offloads.then(|| {
+            let offload = self.offload();
+            (offload.policy(), offload.generation())
+        });
+        let kind = Kind { total_tokens: batch.total_tokens(), activations: options.activations, attention, offload };
         // A device that has failed does nothing until the step ends, whichever way.
         let usable = recordings.unused.is_none() && !gpu.has_failed();
         let Some(place) = usable.then(|| recordings.place(kind)).flatten() else {
@@ -200,14 +211,17 @@ impl Transformer {
         gpu.check()?;
         let _scope = gpu.pass_scope();
         let ctx = self.context(None);
-        let never = || false;
-        let (forwarded, forward) = gpu.record(|| self.forward_blocks(&ctx, &batch, &lookup, activations, &never))?;
+        let mut travel = self.travel(&batch, activations);
+        let run = BlockRun { ctx: &ctx, batch: &batch, metadata: &lookup, stopped: &|| false };
+        let (forwarded, forward) = gpu.record(|| self.forward_blocks(run, activations, travel.as_mut()))?;
         let (x, kept) = forwarded.ok_or_else(|| anyhow::anyhow!("nobody stops a recording"))?;
         let mut dx = ctx.scratch(&self.gradient_shape(&ctx, &x));
         let (between, x_between, dx_between) = (gpu.pass_memory(), x.alias(), dx.alias());
         drop(x);
-        let (_, backward) = gpu.record(|| self.backward_blocks(&ctx, grads, &batch, &lookup, kept, &mut dx, &never))?;
-        Ok(Recording { forward, backward, batch, metadata, x: x_between, dx: dx_between, between })
+        let (_, backward) = gpu.record(|| self.backward_blocks(run, grads, kept, travel.as_mut(), &mut dx))?;
+        drop(travel);
+        let buffers = self.offload().state().buffers;
+        Ok(Recording { forward, backward, batch, metadata, x: x_between, dx: dx_between, between, buffers })
     }
 
     /// A pass whose blocks were recorded. It charges no memory: passes that were queued launch by launch have set the peaks of the same allocations.
@@ -236,6 +250,7 @@ impl Transformer {
                 self.metadata_cache().count_recorded(*window, lookups.get());
             }
         }
+        self.offload().resume(recording.buffers.clone());
         gpu.replay(&mut recording.forward);
         if stopped() {
             return None;
@@ -266,7 +281,7 @@ mod tests {
     use super::*;
 
     fn kind(total_tokens: usize) -> Kind {
-        Kind { total_tokens, activations: Activations::Keep, attention: AttentionPath::Varlen }
+        Kind { total_tokens, activations: Activations::Keep, attention: AttentionPath::Varlen, offload: None }
     }
 
     #[test]

@@ -12,7 +12,8 @@ use super::config::ModelConfig;
 use super::loading::Checkpoint;
 use super::lora::LoraSpec;
 use super::metadata::{CacheCounts, CacheEntry, MetadataCache, MetadataPolicy, SequenceMetadata};
-use super::policy::{Activations, AttentionPath, OffloadPolicy};
+use super::offload::{Offload, Travel};
+use super::policy::{Activations, AttentionPath};
 use super::rotary;
 use super::skeleton::{Skeleton, skeleton};
 use crate::base::error::Result;
@@ -37,7 +38,7 @@ pub struct Transformer {
     pub(super) head: Head,
     attention_path: AttentionPath,
     metadata: MetadataCache,
-    offload: OffloadPolicy,
+    pub(super) offload: Mutex<Offload>,
     inv_freq: Vec<f32>,
     /// Grown when a batch has a longer document; shared by the batches that use it.
     rope: Mutex<Option<Arc<RopeTable>>>,
@@ -59,11 +60,28 @@ pub struct PassOptions<'a> {
 /// Where a block gets what it needs to know about the documents of its batch.
 pub(super) type Lookup<'a> = &'a dyn Fn(&Block, Pass) -> Arc<SequenceMetadata>;
 
+/// What a pass over blocks needs besides what it changes.
+#[derive(Clone, Copy)]
+pub(super) struct BlockRun<'a> {
+    pub ctx: &'a Context<'a>,
+    pub batch: &'a DeviceBatch,
+    pub metadata: Lookup<'a>,
+    /// Asked before each block.
+    pub stopped: &'a dyn Fn() -> bool,
+}
+
 /// What a block left for its backward pass.
 pub(super) struct Kept {
-    x: Tensor,
+    x: Input,
     /// With the metadata that it was made with.
     saved: Option<(BlockSaved, Arc<SequenceMetadata>)>,
+}
+
+/// The input of a block, until its backward pass.
+enum Input {
+    Here(Tensor),
+    /// In host memory.
+    Away,
 }
 
 impl Transformer {
@@ -151,7 +169,7 @@ impl Transformer {
             head,
             attention_path: AttentionPath::default(),
             metadata: MetadataCache::new(MetadataPolicy::default(), config.windows().len()),
-            offload: OffloadPolicy::default(),
+            offload: Mutex::default(),
             inv_freq: rotary::inv_freq(config),
             rope: Mutex::default(),
         })
@@ -192,29 +210,6 @@ impl Transformer {
         if policy != self.metadata.policy() {
             self.metadata = MetadataCache::new(policy, self.config.windows().len());
         }
-    }
-
-    /// Sets how activations travel, where they are offloaded.
-    pub fn set_offload_policy(&mut self, policy: OffloadPolicy) {
-        self.offload = policy;
-    }
-
-    /// Whether inputs of blocks of batches of `tokens` tokens can wait in host memory.
-    ///
-    /// # Errors
-    /// Why not.
-    pub fn can_offload(&self, _tokens: usize) -> Result<(), String> {
-        Err("not yet".into())
-    }
-
-    /// Why nothing is offloaded although that is asked for; known after the first pass.
-    pub fn offload_refused(&self) -> Option<String> {
-        None
-    }
-
-    /// Device buffers for what comes back, and why as many; known after the first pass.
-    pub fn offload_buffers(&self) -> Option<(usize, String)> {
-        None
     }
 
     /// The metadata cache.
@@ -275,11 +270,13 @@ impl Transformer {
         let metadata = |block: &Block, pass| self.metadata(batch, block.window, pass);
         let _scope = self.device.pass_scope();
         let ctx = self.context(options.dropout);
-        let (x, kept) = self.forward_blocks(&ctx, batch, &metadata, options.activations, &stopped)?;
+        let mut travel = self.travel(batch, options.activations);
+        let run = BlockRun { ctx: &ctx, batch, metadata: &metadata, stopped: &stopped };
+        let (x, kept) = self.forward_blocks(run, options.activations, travel.as_mut())?;
         let mut dx = ctx.scratch(&self.gradient_shape(&ctx, &x));
         self.head_pass(&ctx, grads, loss, batch, options.weight, &x, &mut dx);
         drop(x);
-        self.backward_blocks(&ctx, grads, batch, &metadata, kept, &mut dx, &stopped)?;
+        self.backward_blocks(run, grads, kept, travel.as_mut(), &mut dx)?;
         self.embedding_gradient(&ctx, grads, batch, &dx);
         Some(())
     }
@@ -287,12 +284,11 @@ impl Transformer {
     /// Embedding and all blocks: the output of the last one [T, hidden], and what the backward pass needs; `None` when stopped on the way.
     pub(super) fn forward_blocks(
         &self,
-        ctx: &Context<'_>,
-        batch: &DeviceBatch,
-        metadata: Lookup<'_>,
+        run: BlockRun<'_>,
         activations: Activations,
-        stopped: &dyn Fn() -> bool,
+        mut travel: Option<&mut Travel<'_>>,
     ) -> Option<(Tensor, Vec<Kept>)> {
+        let BlockRun { ctx, batch, metadata, stopped } = run;
         let first = self.first_trained_block();
         let mut x = {
             let _phase = self.device.clock().enter(Phase::HeadLoss, Pass::Forward, None);
@@ -300,7 +296,11 @@ impl Transformer {
         };
         let mut kept = Vec::with_capacity(self.blocks.len() - first);
         for (i, block) in self.blocks.iter().enumerate() {
-            if stopped() {
+            let mut carrier = travel.as_deref_mut().filter(|travel| travel.carries(i));
+            if let Some(carrier) = &mut carrier {
+                carrier.store(i, &x);
+            }
+            if stopped() || carrier.as_ref().is_some_and(|carrier| carrier.has_failed()) {
                 return None;
             }
             let keep = i >= first && activations == Activations::Keep;
@@ -308,8 +308,18 @@ impl Transformer {
             let (out, saved) = block.forward(ctx, metadata.sequences(batch), &x, keep);
             let input = std::mem::replace(&mut x, out);
             if i >= first {
-                kept.push(Kept { x: input, saved: saved.map(|saved| (saved, metadata)) });
+                let x = match carrier {
+                    None => Input::Here(input),
+                    Some(carrier) => {
+                        carrier.leave(i, input);
+                        Input::Away
+                    }
+                };
+                kept.push(Kept { x, saved: saved.map(|saved| (saved, metadata)) });
             }
+        }
+        if let Some(travel) = travel {
+            travel.all_left();
         }
         Some((x, kept))
     }
@@ -339,23 +349,31 @@ impl Transformer {
     }
 
     /// Backward of the blocks of [`Self::forward_blocks`], with the gradient in `dx`; `None` when stopped on the way.
-    #[expect(clippy::too_many_arguments, reason = "the operands of one part of a pass")]
     pub(super) fn backward_blocks(
         &self,
-        ctx: &Context<'_>,
+        run: BlockRun<'_>,
         grads: &mut Grads,
-        batch: &DeviceBatch,
-        metadata: Lookup<'_>,
         kept: Vec<Kept>,
+        mut travel: Option<&mut Travel<'_>>,
         dx: &mut Tensor,
-        stopped: &dyn Fn() -> bool,
     ) -> Option<()> {
+        let BlockRun { ctx, batch, metadata, stopped } = run;
+        if let Some(travel) = &mut travel {
+            travel.return_into(&[batch.total_tokens(), self.config.hidden_size]);
+        }
         let first = self.first_trained_block();
         let embedding_trains = self.params.is_trainable(self.embed_tokens.weight);
         for (block, Kept { x, saved }) in self.blocks[first..].iter().zip(kept).rev() {
             if stopped() {
                 return None;
             }
+            let (x, carrier) = match x {
+                Input::Here(x) => (x, None),
+                Input::Away => {
+                    let carrier = travel.as_deref_mut()?;
+                    (carrier.arrive(block.index as usize)?, Some(carrier))
+                }
+            };
             let (saved, metadata) = saved.unwrap_or_else(|| {
                 let metadata = metadata(block, Pass::Backward);
                 let _phase = self.device.clock().enter(Phase::Recompute, Pass::Backward, Some(block.index));
@@ -363,6 +381,9 @@ impl Transformer {
             });
             let need_dx = embedding_trains || block.index as usize > first;
             block.backward(ctx, grads, metadata.sequences(batch), &x, saved, dx, need_dx);
+            if let Some(carrier) = carrier {
+                carrier.done(x);
+            }
         }
         Some(())
     }
@@ -449,7 +470,7 @@ impl Transformer {
     }
 
     /// The lowest block whose backward pass is needed: below it nothing trains.
-    fn first_trained_block(&self) -> usize {
+    pub(super) fn first_trained_block(&self) -> usize {
         if self.params.is_trainable(self.embed_tokens.weight) {
             return 0;
         }

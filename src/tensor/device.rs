@@ -62,6 +62,11 @@ impl Gpu {
         Ok((returned, Segment { graph, script }))
     }
 
+    /// The clock that phases are booked on.
+    pub fn clock(&self) -> &PhaseClock {
+        &self.clock
+    }
+
     /// Queues a recorded part, and books its phases in the step that is open.
     pub fn replay(&self, segment: &mut Segment) {
         let Segment { graph, script } = segment;
@@ -163,7 +168,7 @@ impl Device {
     pub fn clock(&self) -> &PhaseClock {
         match self {
             Self::Cpu(cpu) => &cpu.inner.clock,
-            Self::Cuda(gpu) => &gpu.clock,
+            Self::Cuda(gpu) => gpu.clock(),
         }
     }
 
@@ -254,6 +259,19 @@ impl Device {
     /// with NaN.
     pub fn empty(&self, category: MemoryCategory, shape: &[usize]) -> Tensor {
         self.alloc(category, shape, self.dtype(), false)
+    }
+
+    /// As [`Self::empty`], for memory that can be done without: `None` where there is none, and no error is latched.
+    pub fn try_empty(&self, category: MemoryCategory, shape: &[usize]) -> Option<Tensor> {
+        match self {
+            Self::Cpu(_) => Some(self.empty(category, shape)),
+            Self::Cuda(gpu) => {
+                let bytes = shape.iter().product::<usize>() * self.dtype().num_bytes();
+                let buffer = gpu.try_alloc(bytes)?;
+                let charge = gpu.ledger().charge(category, bytes as u64);
+                Some(Tensor::from_parts(shape, self.dtype(), Storage::Cuda(buffer), charge))
+            }
+        }
     }
 
     /// As [`Self::empty`], in f32 on every device.

@@ -34,6 +34,15 @@ impl Event {
     }
 }
 
+/// Signals an event when it is dropped.
+struct Signal(Event);
+
+impl Drop for Signal {
+    fn drop(&mut self) {
+        self.0.signal();
+    }
+}
+
 type Job = Box<dyn FnOnce() + Send>;
 
 /// A queue of copies that runs beside compute, one after another.
@@ -54,8 +63,9 @@ impl CopyLane {
             .name(format!("tandem-{name}"))
             .spawn(move || {
                 for (job, event) in receiver {
+                    // Dropped also when the job panics: whoever waits for it is not left waiting.
+                    let _signal = Signal(event);
                     job();
-                    event.signal();
                 }
             })
             .with_context(|| format!("the system refused a thread for the copy lane {name}"))?;

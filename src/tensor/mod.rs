@@ -6,6 +6,8 @@ pub mod device;
 pub mod dtype;
 pub mod lane;
 pub mod memory;
+pub mod offload;
+pub mod overlap;
 pub mod phase;
 pub mod view;
 

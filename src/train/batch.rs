@@ -43,6 +43,14 @@ pub fn bucket(total_tokens: usize) -> usize {
     total_tokens.next_multiple_of((total_tokens.next_power_of_two() / 64).max(8))
 }
 
+/// Tokens that the device computes for a batch of `total_tokens`.
+pub fn bucket_on(device: &Device, total_tokens: usize) -> usize {
+    match device {
+        Device::Cpu(_) => total_tokens,
+        Device::Cuda(_) => bucket(total_tokens),
+    }
+}
+
 /// The batch with padding up to its [`bucket`]: a document of its own at the end, in which nothing is supervised.
 pub(super) fn padded(batch: &PackedBatch) -> Cow<'_, PackedBatch> {
     let missing = bucket(batch.total_tokens()) - batch.total_tokens();

@@ -7,6 +7,7 @@ use super::config::{
 };
 use super::report::{Choice, Optimization};
 use crate::base::units;
+use crate::model::offload::OffloadState;
 use crate::model::transformer::Transformer;
 use crate::tensor::Device;
 
@@ -87,6 +88,7 @@ pub fn choices(
     activations_why: Option<&str>,
 ) -> Vec<Choice> {
     let on_gpu = matches!(model.device(), Device::Cuda(_));
+    let offload = model.offload_state();
     let of = |optimization| {
         let (on, available, why) = match optimization {
             Optimization::MetadataCache => match switches.metadata.metadata {
@@ -98,18 +100,23 @@ pub fn choices(
                 let on = switches.activations == Activations::Keep;
                 (on, true, activations_why.unwrap_or("switched by you").to_owned())
             }
-            Optimization::ActivationOffload => match (switches.activations, model.offload_refused()) {
-                (Activations::Offload, Some(why)) => (false, true, why),
-                (Activations::Offload, None) => (true, true, activations_why.unwrap_or("switched by you").to_owned()),
-                _ if !on_gpu => (false, true, "host memory is where a CPU keeps them anyway".to_owned()),
-                _ => (false, true, "activations fit on the device".to_owned()),
+            Optimization::ActivationOffload if switches.activations == Activations::Offload => match &offload {
+                OffloadState { refused: Some(why), .. } => (false, true, why.clone()),
+                OffloadState { fallback: Some(why), .. } => (true, true, why.clone()),
+                _ => (true, true, activations_why.unwrap_or("switched by you").to_owned()),
             },
-            Optimization::DoubleBuffer => match (switches.activations, model.offload_buffers()) {
-                (Activations::Offload, Some((buffers, why))) => (buffers == 2, true, why),
-                (Activations::Offload, None) => {
-                    (switches.offload.buffers != 1, true, "known after the first step".into())
-                }
-                _ => (false, false, "no activations are offloaded".to_owned()),
+            Optimization::ActivationOffload if !on_gpu => (
+                false,
+                true,
+                "a CPU keeps activations in host memory anyway: here it only shows the order of copies".into(),
+            ),
+            Optimization::ActivationOffload => (false, true, "activations stay on the device".to_owned()),
+            Optimization::DoubleBuffer if switches.activations != Activations::Offload || offload.refused.is_some() => {
+                (false, false, "no activations are offloaded".to_owned())
+            }
+            Optimization::DoubleBuffer => match &offload.buffers {
+                Some((buffers, why)) => (*buffers == 2, true, why.clone()),
+                None => (switches.offload.buffers != 1, true, "chosen in the first backward pass".into()),
             },
             Optimization::VarlenAttention => match switches.attention {
                 AttentionPath::Varlen => (true, true, "no T×T mask".to_owned()),

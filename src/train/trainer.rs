@@ -1,32 +1,35 @@
 //! The trainer: micro-batches to one optimizer update, and evaluation. Stop 7 of the walk.
 
+use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
 
-use super::batch::upload;
-use super::config::{ActivationsChoice, Metadata, MethodConfig, MethodKind, OptimizerConfig};
+use super::batch::{bucket_on, upload};
+use super::config::{Activations, ActivationsChoice, Metadata, MethodConfig, MethodKind, OptimizerConfig};
 use super::optimizer::{BadGradient, Optimizer};
-use super::report::{CacheReport, Choice, EvalReport, StepReport};
+use super::report::{CacheReport, Choice, CopyReport, EvalReport, StepReport};
 use super::schedule::learning_rate;
 use super::switches::{self, Switches};
-use crate::base::error::{NonFinite, Result};
+use crate::base::error::{NonFinite, OutOfMemory, Result};
 use crate::data::example::IGNORE_INDEX;
 use crate::data::pack::PackedBatch;
 use crate::layers::DropoutState;
 use crate::layers::parameter::Grads;
 use crate::model::lora::LoraSpec;
 use crate::model::metadata::{CacheCounts, CacheEntry};
+use crate::model::offload::OffloadState;
 use crate::model::recording::Recordings;
 use crate::model::transformer::{PassOptions, Transformer};
 use crate::ops::cross_entropy::LossSum;
 use crate::ops::norm::{ClipValues, first_non_finite};
 use crate::tensor::Device;
-use crate::tensor::clock::ClosedStep;
+use crate::tensor::clock::{ClosedStep, CopiedBytes};
 use crate::tensor::cuda::{CounterValues, ReadSlot};
 use crate::tensor::memory::MemoryReport;
-use crate::tensor::phase::{Pass, Phase};
+use crate::tensor::overlap::{CopyTimes, copy_times};
+use crate::tensor::phase::{LaneKind, Pass, Phase, Span};
 
 /// How a trainer is set up.
 #[derive(Debug, Clone, PartialEq)]
@@ -100,6 +103,8 @@ struct Submitted {
     num_label_tokens: u64,
     memory: MemoryReport,
     counters: Option<CounterValues>,
+    /// Where activations were offloaded.
+    offload: Option<OffloadState>,
     metadata: Metadata,
     cache: CacheCounts,
     cache_entries: Vec<CacheEntry>,
@@ -171,6 +176,10 @@ impl Trainer {
             None => switches::choose_activations(&self.model, tokens),
         };
         self.setup.switches.activations = chosen.0;
+        if chosen.0 == Activations::Offload {
+            // Page-locking takes time, and what is refused is to be known before the first step.
+            self.model.prepare_offload(bucket_on(self.model.device(), tokens));
+        }
         self.activations_why = Some(chosen.1);
     }
 
@@ -219,6 +228,20 @@ impl Trainer {
         self.model.params().num_trainable()
     }
 
+    /// As [`Self::try_step`], and once more with one buffer for offloaded activations where memory ran out with two.
+    ///
+    /// # Errors
+    /// As [`Self::try_step`].
+    pub fn step(&mut self, micro_batches: &[PackedBatch], data_wait_ms: f64, stop: &AtomicBool) -> Result<Stepped> {
+        let stepped = self.try_step(micro_batches, data_wait_ms, stop);
+        match stepped {
+            Err(error) if error.is::<OutOfMemory>() && self.model.drop_second_buffer(format!("{error:#}")) => {
+                self.try_step(micro_batches, data_wait_ms, stop)
+            }
+            stepped => stepped,
+        }
+    }
+
     /// One optimizer update from the micro-batches of one step; `data_wait_ms` is the time spent waiting for them.
     ///
     /// On a GPU the update is queued and nobody waits for it. Its report comes from the next call, when the device has long done it, or from
@@ -229,7 +252,7 @@ impl Trainer {
     /// # Errors
     /// [`NonFinite`] when the loss or a gradient is NaN or infinite: no update is made, neither in that step nor in one that was queued behind
     /// it, and on a GPU no more steps are taken. An error when a batch does not fit the model; the report of the step before is not lost then.
-    pub fn step(&mut self, micro_batches: &[PackedBatch], data_wait_ms: f64, stop: &AtomicBool) -> Result<Stepped> {
+    fn try_step(&mut self, micro_batches: &[PackedBatch], data_wait_ms: f64, stop: &AtomicBool) -> Result<Stepped> {
         let num_label_tokens: usize = micro_batches.iter().map(|batch| batch.num_label_tokens).sum();
         ensure!(num_label_tokens > 0, "a step without a supervised token: nothing to learn from");
         ensure!(
@@ -262,6 +285,7 @@ impl Trainer {
             let done = model.forward_backward_recorded(recordings, grads, &mut loss, &uploaded, options);
             if done.is_none() || stop.load(Ordering::Relaxed) {
                 device.check()?;
+                self.model.check_offload()?;
                 return Ok(Stepped::Stopped);
             }
         }
@@ -296,12 +320,19 @@ impl Trainer {
             memory: device.memory(),
             counters: device.counters().zip(counters).map(|(after, before)| after - before),
             cache: self.model.metadata_counts() - cache,
+            offload: self.offloaded(),
             metadata: self.setup.switches.metadata.metadata,
             cache_entries: self.model.metadata_entries(),
         };
         let ready = if self.reports_late { self.submitted.replace(submitted) } else { Some(submitted) };
         let report = ready.map(|submitted| self.report(submitted)).transpose()?;
         Ok(Stepped::Submitted(report.map(Box::new)))
+    }
+
+    /// What became of offloading, where activations are offloaded.
+    fn offloaded(&self) -> Option<OffloadState> {
+        let asked = self.setup.switches.activations == Activations::Offload;
+        asked.then(|| self.model.offload_state()).filter(|state| state.refused.is_none())
     }
 
     /// Waits for the step that was queued last, and gives its report if no call has given it yet. Needed before everything that must not be one
@@ -379,7 +410,7 @@ impl Trainer {
                 metadata_ms,
                 entries: submitted.cache_entries,
             }),
-            copies: None,
+            copies: submitted.offload.map(|offload| copy_report(&offload, &times.spans, times.copied)),
             spans: times.spans,
         })
     }
@@ -438,6 +469,35 @@ impl Trainer {
     }
 }
 
+/// What was copied in a step of these spans.
+fn copy_report(offload: &OffloadState, spans: &[Span], copied: CopiedBytes) -> CopyReport {
+    let CopyTimes { d2h_ms, h2d_ms, copy_ms, hidden_ms } = copy_times(spans);
+    let returned: Vec<Option<u32>> = spans.iter().filter(|s| s.lane == LaneKind::H2d).map(|s| s.layer).collect();
+    let travels: HashSet<_> = returned.iter().collect();
+    let works = |span: &&Span| {
+        span.lane == LaneKind::Compute
+            && span.pass == Pass::Backward
+            && matches!(span.phase, Phase::Attention | Phase::Mlp | Phase::Moe | Phase::Recompute)
+            && travels.contains(&span.layer)
+    };
+    let reloads = returned.len();
+    let backward_ms: f64 = spans.iter().filter(works).map(|span| span.end_ms - span.start_ms).sum();
+    CopyReport {
+        buffers: offload.buffers.as_ref().map_or(0, |(buffers, _)| *buffers),
+        buffer_bytes: offload.buffer_bytes,
+        blocks: offload.num_blocks,
+        host_bytes: offload.host_bytes,
+        d2h_bytes: copied.d2h,
+        h2d_bytes: copied.h2d,
+        d2h_ms,
+        h2d_ms,
+        copy_ms,
+        hidden_ms,
+        reloads,
+        block_backward_ms: (reloads > 0 && backward_ms > 0.0).then(|| backward_ms / reloads as f64),
+    }
+}
+
 /// Documents of a batch with something to learn (padding has none).
 fn num_supervised_documents(batch: &PackedBatch) -> u64 {
     let supervised =
@@ -448,3 +508,7 @@ fn num_supervised_documents(batch: &PackedBatch) -> u64 {
 #[cfg(test)]
 #[path = "trainer_tests.rs"]
 mod tests;
+
+#[cfg(test)]
+#[path = "optimization_tests.rs"]
+mod optimization_tests;

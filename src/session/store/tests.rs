@@ -276,6 +276,17 @@ fn a_copied_folder_needs_nothing_but_the_one_file() {
 }
 
 #[test]
+fn a_store_of_the_version_before_is_read_without_what_it_lacks() {
+    let folder = tempfile::tempdir().unwrap();
+    write_all(folder.path(), &[plain_step(1, 2.0, Vec::new())]);
+    let connection = Connection::open(folder.path().join(STORE_FILE)).unwrap();
+    connection.execute_batch("ALTER TABLE steps DROP COLUMN cache; ALTER TABLE steps DROP COLUMN copies;").unwrap();
+    connection.pragma_update(None, "user_version", 2).unwrap();
+    drop(connection);
+    assert_eq!(read(folder.path()).unwrap(), [plain_step(1, 2.0, Vec::new())]);
+}
+
+#[test]
 fn a_store_is_never_written_over_and_foreign_files_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     assert!(read(folder.path()).unwrap_err().to_string().ends_with("it has no run.sqlite"));
@@ -286,7 +297,7 @@ fn a_store_is_never_written_over_and_foreign_files_are_refused() {
     connection.pragma_update(None, "user_version", 7).unwrap();
     drop(connection);
     let message = read(folder.path()).unwrap_err().to_string();
-    assert!(message.ends_with("has version 7; this Tandem reads version 2"), "{message}");
+    assert!(message.ends_with("has version 7; this Tandem reads versions 2 to 3"), "{message}");
     std::fs::write(&path, "not a database at all, only text").unwrap();
     assert!(read(folder.path()).is_err());
 }

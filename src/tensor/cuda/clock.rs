@@ -1,10 +1,11 @@
-//! Time on the device: events recorded on the compute stream, read when the device has passed them.
+//! Time on the device: events recorded on its streams, read when the device has passed them.
 
 use cudarc::driver::sys::{CUevent, CUevent_flags};
 use cudarc::driver::{CudaEvent, result};
 
 use super::CudaDevice;
 use crate::tensor::clock::{Mark, Marks, NUM_SETS};
+use crate::tensor::phase::LaneKind;
 
 /// Events of the last steps, used again in turns.
 pub struct EventClock {
@@ -41,7 +42,7 @@ impl std::fmt::Debug for EventClock {
 }
 
 impl EventClock {
-    /// A clock for the compute stream of `device`.
+    /// A clock for the streams of `device`.
     pub fn new(device: CudaDevice) -> Self {
         Self { device, sets: Default::default(), set: 0, used: 0 }
     }
@@ -71,9 +72,9 @@ impl Marks for EventClock {
         Mark { set: self.set, index: self.used, launches: self.device.counters().launches }
     }
 
-    fn mark(&mut self) -> Option<Mark> {
+    fn mark(&mut self, lane: LaneKind) -> Option<Mark> {
         let device = self.device.clone();
-        device.latch_result(device.record_event(self.next_event()?), "recording a timing event")?;
+        device.latch_result(device.record_event(self.next_event()?, lane), "recording a timing event")?;
         let mark = self.next();
         self.used += 1;
         Some(mark)
@@ -93,7 +94,7 @@ impl Marks for EventClock {
         let (from, to) = (event(from)?, event(to)?);
         // cudarc's own `elapsed_ms` would wait for both.
         self.device.bind();
-        // SAFETY: both events live and were recorded on the compute stream.
+        // SAFETY: both events live and were recorded.
         unsafe { result::event::elapsed(from.cu_event(), to.cu_event()) }.ok().map(f64::from)
     }
 }

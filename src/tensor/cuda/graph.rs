@@ -1,7 +1,8 @@
 //! CUDA graphs: work that was queued once, recorded instead of done, and launched as a whole from then on.
 //!
 //! A recorded kernel has its arguments by value, so a graph does the same work on the same addresses every time. Nothing in it may upload, wait or
-//! read back; what tries to is latched as an error, and the recording is given up. Timing events are nodes of their own, and a launch chooses where
+//! read back; what tries to is latched as an error, and the recording is given up. Copy lanes take part once they wait for an event of the compute
+//! stream, and must be joined by it before the end. Timing events are nodes of their own, and a launch chooses where
 //! each of them records: so one executable graph serves every step.
 
 use std::collections::HashMap;
@@ -17,6 +18,7 @@ use cudarc::driver::{CudaEvent, DriverError, result};
 
 use super::{CudaDevice, EventHandle};
 use crate::base::error::Result;
+use crate::tensor::phase::LaneKind;
 
 /// What is noted while a graph is recorded: the events that were recorded, in order.
 #[derive(Debug, Default)]
@@ -124,13 +126,14 @@ impl CudaDevice {
         refuses
     }
 
-    /// Records an event on the compute stream; in a graph as a node whose event a launch can choose.
-    pub(super) fn record_event(&self, event: &CudaEvent) -> Result<(), DriverError> {
+    /// Records an event on a lane's stream; in a graph as a node whose event a launch can choose.
+    pub(super) fn record_event(&self, event: &CudaEvent, lane: LaneKind) -> Result<(), DriverError> {
+        let stream = self.lane(lane);
         let mut capture = self.lock_capture();
-        let Some(capture) = &mut *capture else { return event.record(self.stream()) };
+        let Some(capture) = &mut *capture else { return event.record(stream) };
         let flags = CUevent_record_flags::CU_EVENT_RECORD_EXTERNAL as u32;
         // SAFETY: the event lives as long as the clock that owns it.
-        unsafe { sys::cuEventRecordWithFlags(event.cu_event(), self.inner.stream.cu_stream(), flags) }.result()?;
+        unsafe { sys::cuEventRecordWithFlags(event.cu_event(), stream.cu_stream(), flags) }.result()?;
         capture.events.push(EventHandle::of(event));
         Ok(())
     }

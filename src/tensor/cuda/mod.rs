@@ -10,6 +10,7 @@ mod clock;
 mod copies;
 pub mod graph;
 pub mod images;
+pub mod offload;
 mod pass;
 mod pinned;
 pub mod probe;
@@ -27,6 +28,7 @@ use cudarc::driver::{CudaContext, CudaStream, result};
 use serde::{Deserialize, Serialize};
 
 use super::memory::{Ledger, MemoryCategory};
+use super::phase::LaneKind;
 use crate::base::error::{NoDevice, OutOfMemory, Result};
 use arena::{Arena, Block, Pool};
 pub use clock::{EventClock, EventHandle};
@@ -47,6 +49,8 @@ pub struct CudaDevice {
 struct Inner {
     context: Arc<CudaContext>,
     stream: Arc<CudaStream>,
+    /// Streams of copies to the host and to the device, beside compute.
+    copy_streams: [Arc<CudaStream>; 2],
     facts: DeviceFacts,
     /// Kernel functions by name, from every embedded image.
     functions: HashMap<String, Function>,
@@ -192,6 +196,8 @@ impl CudaDevice {
         unsafe { context.disable_event_tracking() };
         let facts = probe::facts(&context)?;
         let stream = context.new_stream().context("the CUDA driver refused a stream")?;
+        let copy_stream = || context.new_stream().context("the CUDA driver refused a stream");
+        let copy_streams = [copy_stream()?, copy_stream()?];
         let functions = load_functions(&context, &facts)?;
         let blas = blaslt::BlasLt::new(&context, &facts);
         if let Err(reason) = &blas {
@@ -204,6 +210,7 @@ impl CudaDevice {
             inner: Arc::new(Inner {
                 context,
                 stream,
+                copy_streams,
                 facts,
                 functions,
                 arenas,
@@ -237,6 +244,15 @@ impl CudaDevice {
     /// The stream that all compute runs on.
     pub fn stream(&self) -> &CudaStream {
         &self.inner.stream
+    }
+
+    /// The stream of a lane: those of copies run beside compute and order nothing by themselves.
+    pub(super) fn lane(&self, lane: LaneKind) -> &CudaStream {
+        match lane {
+            LaneKind::D2h => &self.inner.copy_streams[0],
+            LaneKind::H2d => &self.inner.copy_streams[1],
+            _ => &self.inner.stream,
+        }
     }
 
     /// Memory accounting.
@@ -276,6 +292,11 @@ impl CudaDevice {
     /// Times the host was held back because it was far ahead; no host syncs, as the device was not waiting for it.
     pub fn times_held_back(&self) -> u64 {
         self.inner.counters.held_back.load(Ordering::Relaxed)
+    }
+
+    /// Counts one time that the host was held back.
+    pub(super) fn count_held_back(&self) {
+        self.inner.counters.held_back.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Counts one launch that was not made through [`Self::launch`].

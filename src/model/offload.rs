@@ -1,0 +1,388 @@
+//! Activation offload: which blocks' inputs wait in host memory, how many device buffers bring them back, and what stands against it.
+//!
+//! Forward, the input of a block leaves as soon as it is computed, and its memory is used again when its copy is done; nothing joins the lanes for
+//! each block. Backward, the copy for a block starts before the block above it is queued (two buffers), or when that one is done (one buffer: copy,
+//! then compute, in turns, the published baseline). The last block's input never leaves: it is needed at once.
+
+use std::collections::VecDeque;
+use std::sync::{MutexGuard, PoisonError};
+
+use super::batch::DeviceBatch;
+use super::policy::{Activations, OffloadPolicy};
+use super::transformer::Transformer;
+use crate::base::error::Result;
+use crate::base::units;
+use crate::tensor::memory::available_host_bytes;
+use crate::tensor::offload::{Carrier, Faults, Reload};
+use crate::tensor::phase::{Pass, Phase};
+use crate::tensor::{Device, MemoryCategory, Tensor};
+
+/// Below these a copy costs more than it saves.
+const LEAST_BYTES: usize = 2 << 20;
+const LEAST_TOKENS: usize = 512;
+
+/// What a batch asks of the carrier.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Load {
+    /// Tokens of the batch.
+    pub tokens: usize,
+    /// Bytes of one input of a block.
+    pub bytes: usize,
+    /// The blocks whose inputs could leave: all that are trained but the last.
+    pub first: usize,
+    /// One past them.
+    pub end: usize,
+}
+
+/// What a pass with offload came to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OffloadState {
+    /// Device buffers for what comes back, and why as many; `None` before the first backward pass.
+    pub buffers: Option<(usize, String)>,
+    /// Why nothing is offloaded although that is asked for.
+    pub refused: Option<String>,
+    /// What is not as good as it could be, in words.
+    pub fallback: Option<String>,
+    /// Blocks whose inputs leave.
+    pub num_blocks: usize,
+    /// Bytes of a device buffer.
+    pub buffer_bytes: u64,
+    /// Host memory, in bytes.
+    pub host_bytes: u64,
+}
+
+/// The carrier of a model with its policy.
+#[derive(Debug, Default)]
+pub(super) struct Offload {
+    policy: OffloadPolicy,
+    faults: Faults,
+    carrier: Option<Carrier>,
+    /// Counts changes of the carrier or its use that recorded passes do not survive.
+    generation: u64,
+    buffers: Option<(usize, String)>,
+    refused: Option<String>,
+    num_blocks: usize,
+    buffer_bytes: usize,
+    /// What ended a pass.
+    error: Option<anyhow::Error>,
+}
+
+/// What speaks against offloading a batch, if anything.
+///
+/// # Errors
+/// The reason.
+pub(super) fn guardrails(device: &Device, load: Load, policy: OffloadPolicy) -> Result<(), String> {
+    if load.end <= load.first {
+        return Err("only the last block trains, and its input is needed at once".into());
+    }
+    if policy.force {
+        return Ok(());
+    }
+    if let Device::Cuda(gpu) = device
+        && gpu.facts().integrated
+    {
+        return Err("host and device share their memory here".into());
+    }
+    if load.tokens < LEAST_TOKENS {
+        return Err(format!(
+            "packs of {} tokens are below {LEAST_TOKENS}: copies would cost more than they save",
+            load.tokens
+        ));
+    }
+    if load.bytes < LEAST_BYTES {
+        let (is, least) = (units::bytes(load.bytes as u64), units::bytes(LEAST_BYTES as u64));
+        return Err(format!("the input of a block takes {is}, below {least}: copies would cost more than they save"));
+    }
+    Ok(())
+}
+
+impl Offload {
+    pub(super) fn policy(&self) -> OffloadPolicy {
+        self.policy
+    }
+
+    pub(super) fn set_policy(&mut self, policy: OffloadPolicy) {
+        if policy != self.policy {
+            (self.policy, self.buffers, self.refused) = (policy, None, None);
+        }
+    }
+
+    pub(super) fn set_faults(&mut self, faults: Faults) {
+        *self = Self { policy: self.policy, faults, generation: self.generation + 1, ..Self::default() };
+    }
+
+    pub(super) fn generation(&self) -> u64 {
+        self.generation
+    }
+
+    pub(super) fn take_error(&mut self) -> Option<anyhow::Error> {
+        self.error.take()
+    }
+
+    /// Whether a thread carries some of the activations, which cannot be recorded.
+    pub(super) fn needs_thread(&self) -> bool {
+        self.carrier.as_ref().is_some_and(|carrier| carrier.num_pageable() > 0)
+    }
+
+    pub(super) fn state(&self) -> OffloadState {
+        let pageable = self.carrier.as_ref().map_or(0, Carrier::num_pageable);
+        let fallback = (pageable > 0).then(|| {
+            format!("{pageable} of {} inputs wait in pageable memory: no more could be page-locked", self.num_blocks)
+        });
+        OffloadState {
+            buffers: self.buffers.clone(),
+            refused: self.refused.clone(),
+            fallback,
+            num_blocks: self.num_blocks,
+            buffer_bytes: self.buffer_bytes as u64,
+            host_bytes: self.carrier.as_ref().map_or(0, Carrier::host_bytes),
+        }
+    }
+
+    /// What a recorded pass that runs now was recorded with.
+    pub(super) fn resume(&mut self, buffers: Option<(usize, String)>) {
+        self.buffers = buffers;
+    }
+
+    /// Goes on with one buffer, when there were two: `false` when that was so already.
+    pub(super) fn drop_second_buffer(&mut self, why: String) -> bool {
+        let had_two = self.buffers.as_ref().is_some_and(|(count, _)| *count == 2);
+        if had_two {
+            self.buffers = Some((1, why));
+            self.generation += 1;
+        }
+        had_two
+    }
+
+    /// Makes room for a batch before its pass; whether its inputs will be offloaded.
+    pub(super) fn prepare(&mut self, device: &Device, load: Load) -> bool {
+        self.refused = guardrails(device, load, self.policy).and_then(|()| self.make_room(device, load)).err();
+        if self.refused.is_none() && load.bytes > self.buffer_bytes {
+            // More than was looked at when the number of buffers was chosen.
+            (self.buffer_bytes, self.buffers) = (load.bytes, None);
+        }
+        self.num_blocks = if self.refused.is_none() { load.end - load.first } else { 0 };
+        self.refused.is_none()
+    }
+
+    fn make_room(&mut self, device: &Device, load: Load) -> Result<(), String> {
+        let num_slots = load.end - load.first;
+        if self.carrier.as_ref().is_some_and(|carrier| carrier.has_room(num_slots, load.bytes)) {
+            return Ok(());
+        }
+        self.carrier = None;
+        self.generation += 1;
+        let budget = self.policy.pinned_bytes.or_else(|| available_host_bytes().map(|bytes| bytes / 2));
+        let pinned =
+            budget.map_or(num_slots, |budget| (budget / load.bytes.max(1) as u64).min(num_slots as u64) as usize);
+        let carrier = Carrier::new(device, num_slots, load.bytes, pinned, self.faults);
+        self.carrier = Some(carrier.map_err(|error| format!("{error:#}"))?);
+        Ok(())
+    }
+
+    /// Device buffers of `shape` for what comes back.
+    fn device_buffers(&mut self, device: &Device, shape: &[usize]) -> Vec<Tensor> {
+        let bytes = (shape.iter().product::<usize>() * device.dtype().num_bytes()) as u64;
+        let (wanted, why) = self.buffers.take().unwrap_or_else(|| self.choose_buffers(device, bytes));
+        let mut buffers = vec![device.empty(MemoryCategory::OffloadBuffers, shape)];
+        self.buffers = Some((wanted, why));
+        if wanted == 2 {
+            let second =
+                if self.faults.second_buffer { None } else { device.try_empty(MemoryCategory::OffloadBuffers, shape) };
+            match second {
+                Some(second) => buffers.push(second),
+                None => {
+                    self.drop_second_buffer(format!(
+                        "there is no memory for a second buffer of {}",
+                        units::bytes(bytes)
+                    ));
+                }
+            }
+        }
+        buffers
+    }
+
+    fn choose_buffers(&self, device: &Device, bytes: u64) -> (usize, String) {
+        let headroom = self.policy.headroom_bytes;
+        match (self.policy.buffers, device) {
+            (1, _) => (1, "set to one: copy, then compute, in turns".into()),
+            (2, _) | (_, Device::Cpu(_)) => (2, "the next copy runs beside compute".into()),
+            _ if self.policy.force => (2, "the next copy runs beside compute".into()),
+            (_, Device::Cuda(gpu)) => {
+                let free = gpu.available_bytes();
+                let (is, least) = (units::bytes(free), units::bytes(headroom));
+                if free >= headroom + bytes {
+                    (2, "the next copy runs beside compute".into())
+                } else {
+                    (1, format!("{is} are free, and a second buffer of {} must leave {least}", units::bytes(bytes)))
+                }
+            }
+        }
+    }
+}
+
+/// One pass's use of the carrier. Dropping it joins the lanes, however far the pass came.
+pub(super) struct Travel<'a> {
+    offload: MutexGuard<'a, Offload>,
+    device: &'a Device,
+    load: Load,
+    /// Device buffers that are free.
+    free: Vec<Tensor>,
+    /// Copies back that are under way, the next block's first.
+    reloads: VecDeque<(usize, Reload)>,
+    /// One past the block whose input is to come back next.
+    next: usize,
+}
+
+impl<'a> Travel<'a> {
+    /// For a pass over a batch for which [`Offload::prepare`] has made room.
+    pub(super) fn new(offload: MutexGuard<'a, Offload>, device: &'a Device, load: Load) -> Self {
+        Self { offload, device, load, free: Vec::new(), reloads: VecDeque::new(), next: load.end }
+    }
+
+    /// Whether the input of a block leaves.
+    pub(super) fn carries(&self, block: usize) -> bool {
+        (self.load.first..self.load.end).contains(&block)
+    }
+
+    /// Whether something failed that ends the pass.
+    pub(super) fn has_failed(&self) -> bool {
+        self.offload.error.is_some()
+    }
+
+    /// The input of a block is computed, and the block is to be queued next.
+    pub(super) fn store(&mut self, block: usize, x: &Tensor) {
+        let slot = block - self.load.first;
+        self.with_carrier(|carrier| carrier.store(slot, x, block as u32));
+    }
+
+    /// The block that reads `x` is queued.
+    pub(super) fn leave(&mut self, block: usize, x: Tensor) {
+        let slot = block - self.load.first;
+        let _phase = self.device.clock().enter(Phase::ExposedCopy, Pass::Forward, Some(block as u32));
+        self.with_carrier(|carrier| carrier.leave(slot, x, block as u32));
+    }
+
+    /// The forward pass is queued.
+    pub(super) fn all_left(&mut self) {
+        let _phase = self.device.clock().enter(Phase::ExposedCopy, Pass::Forward, None);
+        self.with_carrier(|carrier| {
+            carrier.settle(0);
+            Ok(())
+        });
+    }
+
+    /// The backward pass begins, over inputs of `shape`.
+    pub(super) fn return_into(&mut self, shape: &[usize]) {
+        self.free = self.offload.device_buffers(self.device, shape);
+        self.reload();
+    }
+
+    /// The input of a block; compute waits for it.
+    pub(super) fn arrive(&mut self, block: usize) -> Option<Tensor> {
+        let (_, reload) = self.reloads.pop_front().filter(|(of, _)| *of == block)?;
+        let _phase = self.device.clock().enter(Phase::ExposedCopy, Pass::Backward, Some(block as u32));
+        self.with_carrier(|carrier| carrier.arrive(reload))
+    }
+
+    /// The backward pass of the block that reads `x` is queued: its buffer is free for the next copy.
+    pub(super) fn done(&mut self, x: Tensor) {
+        self.free.push(x);
+        self.reload();
+    }
+
+    /// Starts copies back into the free buffers, from the highest block down.
+    fn reload(&mut self) {
+        while self.next > self.load.first
+            && let Some(buffer) = self.free.pop()
+        {
+            self.next -= 1;
+            let (block, slot) = (self.next, self.next - self.load.first);
+            let Some(reload) = self.with_carrier(|carrier| carrier.reload(slot, buffer, block as u32)) else { return };
+            self.reloads.push_back((block, reload));
+        }
+    }
+
+    fn with_carrier<R>(&mut self, work: impl FnOnce(&mut Carrier) -> Result<R>) -> Option<R> {
+        let Offload { carrier, error, .. } = &mut *self.offload;
+        match work(carrier.as_mut()?) {
+            Ok(value) => Some(value),
+            Err(failed) => {
+                error.get_or_insert(failed);
+                None
+            }
+        }
+    }
+}
+
+impl Drop for Travel<'_> {
+    fn drop(&mut self) {
+        // What was started must be done before the memory is used for something else.
+        let reloads = std::mem::take(&mut self.reloads);
+        self.with_carrier(|carrier| {
+            carrier.settle(0);
+            reloads.into_iter().try_for_each(|(_, reload)| carrier.arrive(reload).map(drop))
+        });
+    }
+}
+
+impl Transformer {
+    /// Sets how activations travel, where they are offloaded.
+    pub fn set_offload_policy(&mut self, policy: OffloadPolicy) {
+        self.offload().set_policy(policy);
+    }
+
+    /// Whether inputs of blocks of batches of `tokens` tokens should wait in host memory, if memory is short.
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn can_offload(&self, tokens: usize) -> Result<(), String> {
+        guardrails(&self.device, self.load_of(tokens), self.offload().policy())
+    }
+
+    /// Makes room in host memory for the inputs of blocks of batches of `tokens` tokens, before the first of them; whether they will be offloaded.
+    pub fn prepare_offload(&self, tokens: usize) -> bool {
+        self.offload().prepare(&self.device, self.load_of(tokens))
+    }
+
+    /// What became of offloading so far.
+    pub fn offload_state(&self) -> OffloadState {
+        self.offload().state()
+    }
+
+    /// Goes on with one device buffer for what comes back, because of `why`; `false` when there were not two.
+    pub fn drop_second_buffer(&self, why: String) -> bool {
+        self.offload().drop_second_buffer(why)
+    }
+
+    /// The error that ended the last pass, if carrying activations did.
+    ///
+    /// # Errors
+    /// That error.
+    pub fn check_offload(&self) -> Result<()> {
+        self.offload().take_error().map_or(Ok(()), Err)
+    }
+
+    /// Makes things fail on purpose, for tests.
+    pub fn set_offload_faults(&self, faults: Faults) {
+        self.offload().set_faults(faults);
+    }
+
+    /// The offloading of this model.
+    pub(super) fn offload(&self) -> MutexGuard<'_, Offload> {
+        self.offload.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What batches of `tokens` tokens ask of the carrier.
+    fn load_of(&self, tokens: usize) -> Load {
+        let bytes = tokens * self.config.hidden_size * self.device.dtype().num_bytes();
+        Load { tokens, bytes, first: self.first_trained_block(), end: self.blocks.len().saturating_sub(1) }
+    }
+
+    /// The carrier for a pass over `batch`, where its activations are offloaded.
+    pub(super) fn travel(&self, batch: &DeviceBatch, activations: Activations) -> Option<Travel<'_>> {
+        let load = self.load_of(batch.total_tokens());
+        let mut offload = (activations == Activations::Offload).then(|| self.offload())?;
+        offload.prepare(&self.device, load).then(|| Travel::new(offload, &self.device, load))
+    }
+}

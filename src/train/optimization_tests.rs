@@ -1,0 +1,235 @@
+//! Every switch changes no result, and what fails or is refused is said and leaves the results as they are.
+
+use std::sync::atomic::AtomicBool;
+
+use serde_json::json;
+
+use super::*;
+use crate::data::example::Example;
+use crate::model::metadata::MetadataPolicy;
+use crate::model::testing::{VOCAB, tiny};
+use crate::ops::testing::{Values, cpu};
+use crate::tensor::offload::Faults;
+use crate::tensor::{Device, MemoryCategory};
+use crate::train::config::{AttentionPath, OffloadPolicy, OptimizationsConfig, TrainConfig};
+use crate::train::report::Optimization;
+
+static NEVER: AtomicBool = AtomicBool::new(false);
+
+/// Offload with a given number of buffers, without the guardrails that a tiny model would not pass.
+fn offload(buffers: usize) -> OffloadPolicy {
+    OffloadPolicy { buffers, force: true, ..OffloadPolicy::default() }
+}
+
+fn batches(lengths: &[usize]) -> Vec<PackedBatch> {
+    let mut values = Values::new(7);
+    let mut document = |&len: &usize| {
+        let ids: Vec<i32> = (0..len).map(|_| ((values.next() + 1.0) / 2.0 * VOCAB as f32) as i32).collect();
+        Example { labels: ids[1..].iter().copied().chain([IGNORE_INDEX]).collect(), input_ids: ids }
+    };
+    let mut pack = |lengths: &[usize]| {
+        let documents: Vec<Example> = lengths.iter().map(&mut document).collect();
+        PackedBatch::from_examples(&documents)
+    };
+    vec![pack(lengths), pack(&[9, 5])]
+}
+
+/// A model of five blocks whose windows alternate.
+fn trainer(device: &Device, method: MethodKind, switches: Switches) -> Trainer {
+    let config = json!({
+        "model_type": "qwen3", "num_hidden_layers": 5, "use_sliding_window": true, "sliding_window": 6,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    });
+    let setup = TrainerSetup {
+        method: MethodConfig { kind: method, r: 4, ..MethodConfig::default() },
+        optimizer: OptimizerConfig { lr: 1e-2, ..OptimizerConfig::default() },
+        switches,
+        seed: 3,
+        total_steps: 20,
+    };
+    Trainer::new(tiny(device, &config), setup).unwrap()
+}
+
+fn steps(trainer: &mut Trainer, count: usize) -> Vec<StepReport> {
+    let batches = batches(&[20, 13, 1]);
+    (0..count).map(|_| trainer.step_and_wait(&batches, 0.0, &NEVER).unwrap().unwrap()).collect()
+}
+
+fn bits(reports: &[StepReport]) -> Vec<[u64; 2]> {
+    reports.iter().map(|report| [report.loss.to_bits(), report.grad_norm.to_bits()]).collect()
+}
+
+#[test]
+fn no_switch_changes_a_bit_of_twenty_steps() {
+    for method in [MethodKind::Lora, MethodKind::Full] {
+        for attention in [AttentionPath::Varlen, AttentionPath::Masked] {
+            let of = |activations, buffers, metadata| Switches {
+                activations,
+                attention,
+                metadata: MetadataPolicy { metadata, capacity: 0 },
+                offload: offload(buffers),
+                cuda_graphs: true,
+            };
+            let run = |switches| bits(&steps(&mut trainer(&cpu(2), method, switches), 20));
+            let reference = run(of(Activations::Keep, 0, Metadata::Cached));
+            for metadata in [Metadata::Cached, Metadata::Fused, Metadata::Published] {
+                for (activations, buffers) in [
+                    (Activations::Keep, 0),
+                    (Activations::Recompute, 0),
+                    (Activations::Offload, 1),
+                    (Activations::Offload, 2),
+                ] {
+                    let got = run(of(activations, buffers, metadata));
+                    let what = format!("{method:?}, {attention:?}, {activations:?}, {buffers} buffers, {metadata:?}");
+                    assert_eq!(got, reference, "{what}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn switching_between_steps_changes_no_bit_either() {
+    let reference = bits(&steps(&mut trainer(&cpu(2), MethodKind::Lora, Switches::default()), 6));
+    let mut switched = trainer(&cpu(2), MethodKind::Lora, Switches { offload: offload(0), ..Switches::default() });
+    let mut got = bits(&steps(&mut switched, 1));
+    for (optimization, on) in [
+        (Optimization::ActivationOffload, true),
+        (Optimization::DoubleBuffer, false),
+        (Optimization::MetadataCache, false),
+        (Optimization::KeepActivations, true),
+        (Optimization::MetadataCache, true),
+    ] {
+        switched.set_switches(switched.switches().with(optimization, on, Metadata::Published));
+        got.extend(bits(&steps(&mut switched, 1)));
+        let choice = switched.choices().into_iter().find(|choice| choice.optimization == optimization).unwrap();
+        assert_eq!(choice.on, on, "{}", choice.describe());
+    }
+    assert_eq!(got, reference);
+}
+
+#[test]
+fn the_cache_is_counted_and_one_entry_thrashes_on_alternating_windows() {
+    let counts = |metadata, capacity, activations| {
+        let metadata = MetadataPolicy { metadata, capacity };
+        let mut trainer = trainer(&cpu(1), MethodKind::Lora, Switches { metadata, activations, ..Switches::default() });
+        let cache = steps(&mut trainer, 2).pop().unwrap().cache.unwrap();
+        (cache.counts.lookups, cache.counts.hits, cache.counts.builds, cache.entries.len())
+    };
+    // Two micro-batches, five layers, forward and recomputed; two windows.
+    assert_eq!(counts(Metadata::Cached, 0, Activations::Recompute), (20, 16, 4, 2));
+    assert_eq!(counts(Metadata::Cached, 0, Activations::Keep), (10, 6, 4, 2));
+    assert_eq!(counts(Metadata::Published, 0, Activations::Recompute), (20, 0, 20, 0));
+    // The last layer forward is the first one backward: the one lookup of a pass that finds its entry.
+    assert_eq!(counts(Metadata::Cached, 1, Activations::Recompute), (20, 2, 18, 1));
+}
+
+#[test]
+fn offload_is_measured_and_takes_one_activation_for_the_second_buffer() {
+    let run = |activations, buffers| {
+        let switches = Switches { activations, offload: offload(buffers), ..Switches::default() };
+        steps(&mut trainer(&cpu(1), MethodKind::Lora, switches), 2).pop().unwrap()
+    };
+    let peak = |report: &StepReport, category| {
+        report.memory.categories.iter().find(|c| c.category == category).unwrap().peak_bytes
+    };
+    let (one, two) = (run(Activations::Offload, 1), run(Activations::Offload, 2));
+    let [copies_of_one, copies_of_two] = [&one, &two].map(|report| report.copies.unwrap());
+    // 34 tokens of the larger micro-batch.
+    let activation = copies_of_two.buffer_bytes;
+    assert_eq!(activation % 34, 0);
+    assert_eq!((copies_of_one.buffers, copies_of_two.buffers), (1, 2));
+    assert_eq!(peak(&one, MemoryCategory::OffloadBuffers), activation);
+    assert_eq!(peak(&two, MemoryCategory::OffloadBuffers), 2 * activation);
+    for copies in [copies_of_one, copies_of_two] {
+        assert_eq!((copies.blocks, copies.reloads, copies.host_bytes), (4, 8, 4 * activation));
+        assert_eq!(copies.d2h_bytes, 4 * (activation + activation / 34 * 14), "both micro-batches");
+        assert_eq!(copies.h2d_bytes, copies.d2h_bytes);
+        assert!(copies.copy_ms >= copies.hidden_ms && copies.copy_ms <= copies.d2h_ms + copies.h2d_ms + 1e-9);
+        assert!(copies.reload_ms().is_some() && copies.block_backward_ms.is_some());
+    }
+    assert!(run(Activations::Recompute, 0).copies.is_none());
+}
+
+#[test]
+fn what_is_refused_or_fails_is_said_and_changes_no_result() {
+    let reference = bits(&steps(&mut trainer(&cpu(1), MethodKind::Lora, Switches::default()), 3));
+    let run = |policy: OffloadPolicy, faults| {
+        let switches = Switches { activations: Activations::Offload, offload: policy, ..Switches::default() };
+        let mut trainer = trainer(&cpu(1), MethodKind::Lora, switches);
+        trainer.model.set_offload_faults(faults);
+        assert_eq!(bits(&steps(&mut trainer, 3)), reference);
+        trainer
+    };
+    let choice = |trainer: &Trainer, optimization| {
+        trainer.choices().into_iter().find(|choice| choice.optimization == optimization).unwrap().describe()
+    };
+    let (offloading, buffering) = (Optimization::ActivationOffload, Optimization::DoubleBuffer);
+
+    let small = run(OffloadPolicy::default(), Faults::default());
+    assert!(
+        choice(&small, offloading).contains("off (packs of 14 tokens are below 512"),
+        "{}",
+        choice(&small, offloading)
+    );
+    assert!(choice(&small, buffering).contains("off (no activations are offloaded)"));
+
+    let no_second = run(offload(0), Faults { second_buffer: true, ..Faults::default() });
+    assert!(choice(&no_second, offloading).starts_with("Activation offload: on"));
+    assert!(choice(&no_second, buffering).contains("off (there is no memory for a second buffer of"));
+
+    let no_memory = run(offload(0), Faults { pinned_from: Some(2), ..Faults::default() });
+    assert!(choice(&no_memory, offloading).contains("off (there is no host memory for 4 activations)"));
+
+    let little = OffloadPolicy { pinned_bytes: Some(100), ..offload(0) };
+    assert!(choice(&run(little, Faults::default()), offloading).contains("off (there is no host memory"));
+}
+
+#[test]
+fn a_failing_copy_ends_the_step_with_its_reason_and_leaves_the_trainer_usable() {
+    let reference = bits(&steps(&mut trainer(&cpu(1), MethodKind::Lora, Switches::default()), 3));
+    let switches = Switches { activations: Activations::Offload, offload: offload(2), ..Switches::default() };
+    let mut trainer = trainer(&cpu(1), MethodKind::Lora, switches);
+    let mut got = bits(&steps(&mut trainer, 1));
+    trainer.model.set_offload_faults(Faults { store_to: Some(2), ..Faults::default() });
+    let error = trainer.step(&batches(&[20, 13, 1]), 0.0, &NEVER).unwrap_err();
+    assert_eq!(error.to_string(), "copying the input of block 2 to host memory failed");
+    assert_eq!(trainer.steps_done(), 1);
+    trainer.model.set_offload_faults(Faults::default());
+    got.extend(bits(&steps(&mut trainer, 2)));
+    assert_eq!(got, reference);
+}
+
+#[test]
+fn the_choice_of_what_blocks_keep_follows_the_memory_and_says_why() {
+    let mut trainer = trainer(&cpu(1), MethodKind::Lora, Switches::default());
+    let mut chosen = |asked, tokens| {
+        trainer.choose_activations(asked, tokens);
+        let choices = trainer.choices();
+        let keep = choices.iter().find(|choice| choice.optimization == Optimization::KeepActivations).unwrap();
+        (trainer.switches().activations, keep.why.clone())
+    };
+    let (activations, why) = chosen(ActivationsChoice::Auto, 64);
+    assert_eq!(activations, Activations::Keep);
+    assert!(why.contains("for all blocks fit into"), "{why}");
+    // More than any machine has.
+    let (activations, why) = chosen(ActivationsChoice::Auto, 1 << 46);
+    assert_eq!(activations, Activations::Recompute);
+    assert!(why.contains("keeping all would need"), "{why}");
+    assert_eq!(chosen(ActivationsChoice::Recompute, 64), (Activations::Recompute, "set in the configuration".into()));
+}
+
+#[test]
+fn a_configuration_sets_the_switches() {
+    let train = TrainConfig { activations: ActivationsChoice::Offload, cuda_graphs: false, ..TrainConfig::default() };
+    let mut optimizations = OptimizationsConfig::default();
+    assert_eq!(Switches::of(&TrainConfig::default(), &optimizations), Switches::default());
+    optimizations.offload_headroom_mib = 3;
+    optimizations.offload_pinned_gib = 0.5;
+    optimizations.metadata_cache = crate::train::config::Switch::Off;
+    optimizations.metadata_entries = 1;
+    let switches = Switches::of(&train, &optimizations);
+    assert_eq!((switches.activations, switches.cuda_graphs), (Activations::Offload, false));
+    assert_eq!(switches.metadata, MetadataPolicy { metadata: Metadata::Published, capacity: 1 });
+    assert_eq!((switches.offload.headroom_bytes, switches.offload.pinned_bytes), (3 << 20, Some(1 << 29)));
+}
