@@ -8,6 +8,8 @@
 mod golden_family;
 #[path = "gpu_ops/mod.rs"]
 mod gpu_ops;
+#[path = "gpu_optimizations/mod.rs"]
+mod gpu_optimizations;
 
 use std::collections::HashMap;
 
