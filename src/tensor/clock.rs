@@ -5,7 +5,7 @@
 //! as a graph has its marks in the graph: its phases are a [`Script`], which every launch books anew.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::cuda::{EventClock, EventHandle};
 use super::phase::{LaneKind, Pass, Phase, PhaseTime, Span};
@@ -70,6 +70,16 @@ struct PendingCopy {
     to: Mark,
 }
 
+/// What the host did: queueing the work of a phase.
+#[derive(Debug, Clone, Copy)]
+struct HostSpan {
+    phase: Phase,
+    pass: Pass,
+    layer: Option<u32>,
+    start: Instant,
+    end: Instant,
+}
+
 /// A span on the device whose times are read later.
 #[derive(Debug, Clone, Copy)]
 struct Pending {
@@ -98,6 +108,10 @@ struct DeviceClock {
     begin: Option<Mark>,
     pending: Vec<Pending>,
     copies: Vec<PendingCopy>,
+    /// What the host did in the step.
+    host: Vec<HostSpan>,
+    /// The end of the step that was read last, on the device and by the host's clock.
+    read_end: Option<(Mark, Instant)>,
     /// While a graph is recorded: its first mark, and how many phases and copies were booked before it.
     script_start: Option<(Mark, usize, usize)>,
 }
@@ -146,6 +160,9 @@ struct QueuedStep {
     end: Mark,
     pending: Vec<Pending>,
     copies: Vec<PendingCopy>,
+    host: Vec<HostSpan>,
+    /// When the host began to queue it.
+    began: Instant,
 }
 
 /// The phases of a finished step.
@@ -176,6 +193,8 @@ impl PhaseClock {
             begin: None,
             pending: Vec::new(),
             copies: Vec::new(),
+            host: Vec::new(),
+            read_end: None,
             script_start: None,
         };
         Self { state: Mutex::new(State { device: Some(device), ..State::default() }) }
@@ -191,6 +210,7 @@ impl PhaseClock {
             device.begin = device.marks.mark(LaneKind::Compute);
             device.pending.clear();
             device.copies.clear();
+            device.host.clear();
         }
         let times = Times { record_spans, data_wait_ms, ..Times::default() };
         *state = State { start: Some(Instant::now()), times, device, ..State::default() };
@@ -279,13 +299,16 @@ impl PhaseClock {
     /// Ends the step: on a device, the queueing of it. The next step follows it directly unless [`Self::pause`] is called between them.
     pub fn end_step(&self) -> ClosedStep {
         let mut state = self.lock();
-        let host_ms = state.start.take().map_or(0.0, |start| start.elapsed().as_secs_f64() * 1e3);
+        let began = state.start.take();
+        let host_ms = began.map_or(0.0, |start| start.elapsed().as_secs_f64() * 1e3);
         let queued = state.device.as_mut().and_then(|device| {
             let end = device.marks.mark(LaneKind::Compute);
             device.marks.turn();
             device.last_end = end;
+            let (before, begin) = (device.before.take(), device.begin.take());
             let (pending, copies) = (std::mem::take(&mut device.pending), std::mem::take(&mut device.copies));
-            Some(QueuedStep { before: device.before.take(), begin: device.begin.take()?, end: end?, pending, copies })
+            let host = std::mem::take(&mut device.host);
+            Some(QueuedStep { before, begin: begin?, end: end?, pending, copies, host, began: began? })
         });
         ClosedStep { times: std::mem::take(&mut state.times), host_ms, queued }
     }
@@ -302,9 +325,13 @@ impl PhaseClock {
     /// The times of a step. On a device it must have been passed, and at most one step may have been ended after it.
     pub fn read(&self, step: ClosedStep) -> StepTimes {
         let ClosedStep { mut times, host_ms, queued } = step;
-        let state = self.lock();
-        let step_ms = match (queued, &state.device) {
-            (Some(queued), Some(device)) => times.read(&queued, device.marks.as_ref()),
+        let mut state = self.lock();
+        let step_ms = match (queued, &mut state.device) {
+            (Some(queued), Some(device)) => {
+                let ms = times.read(&queued, device.marks.as_ref());
+                times.add_host(&queued, device);
+                ms
+            }
             _ => {
                 let waited = times.data_wait_ms;
                 times.book(Phase::DataWait, Pass::Step, waited);
@@ -346,6 +373,29 @@ impl Times {
         }
         if self.record_spans {
             self.spans.push(Span { lane, phase: Phase::ExposedCopy, pass, layer: Some(layer), start_ms, end_ms });
+        }
+    }
+
+    /// Adds what the host did, on the axis of the device's work. The host's time of the device's start is known where the device stood still before
+    /// the step (it began when the host did), and from there on by the device's own clock.
+    fn add_host(&mut self, step: &QueuedStep, device: &mut DeviceClock) {
+        let elapsed = |from, to| device.marks.elapsed_ms(from, to).map(|ms| Duration::from_secs_f64(ms.max(0.0) / 1e3));
+        let known = device.read_end.filter(|(end, _)| step.before == Some(*end));
+        let begin = known.and_then(|(end, at)| Some(at + elapsed(end, step.begin)?)).unwrap_or(step.began);
+        device.read_end = elapsed(step.begin, step.end).map(|ms| (step.end, begin + ms));
+        if self.record_spans {
+            let ms = |at: Instant| match at.checked_duration_since(begin) {
+                Some(after) => after.as_secs_f64() * 1e3,
+                None => begin.duration_since(at).as_secs_f64() * -1e3,
+            };
+            self.spans.extend(step.host.iter().map(|&HostSpan { phase, pass, layer, start, end }| Span {
+                lane: LaneKind::Host,
+                phase,
+                pass,
+                layer,
+                start_ms: ms(start),
+                end_ms: ms(end),
+            }));
         }
     }
 
@@ -399,6 +449,7 @@ impl Drop for PhaseGuard<'_> {
         if let Some(device) = &mut state.device {
             if let Some((from, to)) = self.mark.zip(device.marks.mark(LaneKind::Compute)) {
                 device.pending.push(Pending { phase, pass, layer, from, to });
+                device.host.push(HostSpan { phase, pass, layer, start, end: Instant::now() });
             }
             return;
         }

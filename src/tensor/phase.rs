@@ -102,6 +102,8 @@ pub enum LaneKind {
     D2h,
     /// Host to device copies.
     H2d,
+    /// The host, queueing work.
+    Host,
 }
 
 /// One stretch of work on one lane, relative to the start of the step.

@@ -257,7 +257,8 @@ fn a_recorded_script_books_every_launch_of_it_with_marks_of_its_own() {
         assert_eq!(total(times, Phase::Optimizer), Some(2.0));
         assert_eq!(times.step_ms, 1.0 + 8.5 * factor + 0.25 * launches + 2.0);
     }
-    let spans = |times: &StepTimes| times.spans.iter().map(|s| (s.phase, s.start_ms)).collect::<Vec<_>>();
+    let device = |times: &StepTimes| times.spans.iter().filter(|s| s.lane != LaneKind::Host).copied().collect::<Vec<_>>();
+    let spans = |times: &StepTimes| device(times).iter().map(|s| (s.phase, s.start_ms)).collect::<Vec<_>>();
     let (attention, mlp) = (Phase::Attention, Phase::Mlp);
     assert_eq!(
         spans(&read[0])[1..],
@@ -293,5 +294,24 @@ fn copies_beside_compute_are_spans_of_their_lanes_and_no_phase() {
         let (d2h, h2d) = (LaneKind::D2h, LaneKind::H2d);
         assert_eq!(spans, [(d2h, Some(0), 0.0, 2.0), (h2d, Some(1), 2.0, 6.0), (d2h, Some(2), 6.0, 10.0)]);
         assert_eq!(total(&times, Phase::ExposedCopy), None, "what compute did not wait for");
+    }
+}
+
+#[test]
+fn what_the_host_queues_is_a_lane_of_its_own_on_the_axis_of_the_device() {
+    let device = FakeDevice::default();
+    let clock = PhaseClock::with_marks(Box::new(device.clone()));
+    let closed = [1.0, 1.0, 1.0].map(|ms| queue(&clock, &device, 0.0, ms));
+    let read = closed.map(|closed| clock.read(closed));
+    let host = |times: &StepTimes| -> Vec<Span> {
+        times.spans.iter().filter(|span| span.lane == LaneKind::Host).copied().collect()
+    };
+    for (number, times) in read.iter().enumerate() {
+        let spans = host(times);
+        assert_eq!(spans.iter().map(|s| s.phase).collect::<Vec<_>>(), [Phase::Mlp, Phase::Metadata, Phase::Optimizer]);
+        assert!(spans.iter().all(|s| s.start_ms <= s.end_ms) && spans.is_sorted_by_key(|s| s.start_ms));
+        // The device takes 8 ms a step and queueing takes no time: the host is ahead by as many steps as it queued before.
+        let ahead = 8.0 * number as f64;
+        assert!(spans[0].start_ms >= -ahead && spans[0].start_ms < 8.0 - ahead, "step {number}: {spans:?}");
     }
 }
