@@ -401,7 +401,7 @@ impl Times {
 
     /// Turns the marks of a step into times, and gives that of the whole step.
     fn read(&mut self, step: &QueuedStep, marks: &dyn Marks) -> f64 {
-        let QueuedStep { before, begin, end, ref pending, ref copies } = *step;
+        let QueuedStep { before, begin, end, ref pending, ref copies, .. } = *step;
         let elapsed = |from, to| marks.elapsed_ms(from, to).unwrap_or(0.0);
         // Where the steps follow each other, waiting for data costs what the device stood still for; the rest was beside its work.
         let stood_still = before.map_or(self.data_wait_ms, |before| elapsed(before, begin));
