@@ -72,7 +72,9 @@ fn no_switch_changes_a_bit_of_twenty_steps() {
             };
             let run = |switches| bits(&steps(&mut trainer(&cpu(2), method, switches), 20));
             let reference = run(of(Activations::Keep, 0, Metadata::Cached));
-            for metadata in [Metadata::Cached, Metadata::Fused, Metadata::Published] {
+            // What trains makes no difference to metadata: once is enough.
+            let all = &[Metadata::Cached, Metadata::Fused, Metadata::Published];
+            for &metadata in if method == MethodKind::Lora { &all[..] } else { &all[..1] } {
                 for (activations, buffers) in [
                     (Activations::Keep, 0),
                     (Activations::Recompute, 0),

@@ -1,6 +1,7 @@
 //! The switches on a GPU: none changes a bit, and what is refused or fails is said.
 
 use serde_json::json;
+use tandem::base::error::{OutOfMemory, Result};
 use tandem::base::rng::{Philox, unit_f32};
 use tandem::model::config::ModelConfig;
 use tandem::model::metadata::MetadataPolicy;
@@ -172,41 +173,77 @@ fn a_failing_copy_ends_the_step_with_its_reason_and_leaves_the_device_usable() {
     assert_eq!(bits(&reports), bits(&reference));
 }
 
-/// Losses and the trainer of three steps of a model whose inputs of blocks are as large as the guardrails ask for.
-fn large_enough(device: &Device, activations: Activations, offload: OffloadPolicy) -> (Trainer, Vec<StepReport>) {
+/// Three steps of a model whose inputs of blocks are as large as the guardrails ask for, with packs of `tokens` tokens.
+///
+/// # Errors
+/// When the device has no room.
+fn large_enough(
+    device: &Device,
+    activations: Activations,
+    offload: OffloadPolicy,
+    tokens: i32,
+) -> Result<(Trainer, Vec<StepReport>)> {
     let config = json!({
         "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4, "vocab_size": 512,
         "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
     });
     let config = ModelConfig::from_hf_json(&config.to_string()).unwrap();
     let method = MethodConfig::default();
-    let model = Transformer::random(&config, device, lora_spec(&method).as_ref(), 1).unwrap();
+    let model = Transformer::random(&config, device, lora_spec(&method).as_ref(), 1)?;
     let switches = Switches { activations, offload, ..Switches::default() };
     let optimizer = OptimizerConfig::default();
-    let mut trainer =
-        Trainer::new(model, TrainerSetup { method, optimizer, switches, seed: 1, total_steps: 9 }).unwrap();
-    let ids: Vec<i32> = (0..1024).map(|i| i * 7 % 512).collect();
+    let mut trainer = Trainer::new(model, TrainerSetup { method, optimizer, switches, seed: 1, total_steps: 9 })?;
+    let ids: Vec<i32> = (0..tokens).map(|i| i * 7 % 512).collect();
     let labels: Vec<i32> = ids[1..].iter().copied().chain([-100]).collect();
-    let pack = packed(&ids, &labels, &[0, 1024]);
-    let mut step = || trainer.step_and_wait(std::slice::from_ref(&pack), 0.0, &NEVER).unwrap().unwrap();
-    let reports = (0..3).map(|_| step()).collect();
-    (trainer, reports)
+    let pack = packed(&ids, &labels, &[0, tokens]);
+    let mut step = || Ok(trainer.step_and_wait(std::slice::from_ref(&pack), 0.0, &NEVER)?.unwrap());
+    let reports = (0..3).map(|_| step()).collect::<Result<_>>()?;
+    Ok((trainer, reports))
 }
 
 #[test]
 fn without_headroom_there_is_one_buffer_and_with_it_there_are_two() {
     let Some(device) = gpu() else { return };
-    let (_, reference) = large_enough(&device, Activations::Recompute, OffloadPolicy::default());
+    let (_, reference) = large_enough(&device, Activations::Recompute, OffloadPolicy::default(), 1024).unwrap();
     let limit = device.available_bytes().unwrap();
     for (headroom_bytes, buffers) in [(0, 2), (512 << 20, 2), (limit, 1)] {
         let policy = OffloadPolicy { headroom_bytes, ..OffloadPolicy::default() };
-        let (trainer, reports) = large_enough(&device, Activations::Offload, policy);
+        let (trainer, reports) = large_enough(&device, Activations::Offload, policy, 1024).unwrap();
         assert_eq!(bits(&reports), bits(&reference));
         let copies = reports.last().unwrap().copies.unwrap();
         assert_eq!((copies.buffers, copies.blocks, copies.buffer_bytes), (buffers, 3, 1024 * 1024 * 2));
         let why = why(&trainer, Optimization::DoubleBuffer);
         assert_eq!(why.contains("must leave"), buffers == 1, "{why}");
     }
+}
+
+#[test]
+fn as_memory_gets_short_a_run_goes_on_with_less_or_ends_with_out_of_memory() {
+    let Some(device) = gpu() else { return };
+    let policy = OffloadPolicy { buffers: 2, ..OffloadPolicy::default() };
+    let (trainer, reference) = large_enough(&device, Activations::Offload, policy, 8192).unwrap();
+    let Device::Cuda(gpu) = &device else { panic!("a GPU") };
+    let used = gpu.driver_used_bytes().unwrap();
+    drop(trainer);
+    drop(device);
+    let (mut ran, mut ended) = (0, 0);
+    for missing in 0..12 {
+        let device = Device::cuda_within(Some(used - (missing << 25))).unwrap();
+        match large_enough(&device, Activations::Offload, policy, 8192) {
+            Ok((trainer, reports)) => {
+                assert_eq!(bits(&reports), bits(&reference), "{missing}");
+                println!("{} MiB less: {}", missing * 32, why(&trainer, Optimization::DoubleBuffer));
+                ran += 1;
+            }
+            Err(error) => {
+                assert!(error.is::<OutOfMemory>(), "{error:#}");
+                println!("{} MiB less: {error:#}", missing * 32);
+                ended += 1;
+            }
+        }
+        device.check().unwrap();
+    }
+    assert!(ran > 0 && ended > 0, "{ran} ran, {ended} ended: the limits tell nothing");
 }
 
 #[test]

@@ -257,7 +257,8 @@ fn a_recorded_script_books_every_launch_of_it_with_marks_of_its_own() {
         assert_eq!(total(times, Phase::Optimizer), Some(2.0));
         assert_eq!(times.step_ms, 1.0 + 8.5 * factor + 0.25 * launches + 2.0);
     }
-    let device = |times: &StepTimes| times.spans.iter().filter(|s| s.lane != LaneKind::Host).copied().collect::<Vec<_>>();
+    let device =
+        |times: &StepTimes| times.spans.iter().filter(|s| s.lane != LaneKind::Host).copied().collect::<Vec<_>>();
     let spans = |times: &StepTimes| device(times).iter().map(|s| (s.phase, s.start_ms)).collect::<Vec<_>>();
     let (attention, mlp) = (Phase::Attention, Phase::Mlp);
     assert_eq!(
