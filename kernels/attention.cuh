@@ -2,8 +2,9 @@
 //!
 //! Query row `q` sees key row `k` iff `first_key[q] ≤ k ≤ q`; `first_key` (built on the host from the documents and the
 //! window) never falls from row to row. So a tile may hold several short documents, and every mask is two comparisons.
-//! Masked kernels (`MASKED` of a shape) read a dense mask of bits instead (`attention_mask.cu`) and visit every tile of the T×T square: no
-//! document, window or diagonal lets them skip one. Every row sees itself, so no softmax is empty.
+//! Masked kernels (`MASKED` of a shape) read a dense mask of bits instead (`attention_mask.cu`), with the operands of every tile of the T×T square: no
+//! document, window or diagonal lets them skip one. What the mask hides from all of a warp's rows is not multiplied. Every row sees itself, so no
+//! softmax is empty.
 //! Tiles lie in shared memory with an XOR swizzle of 16-byte units inside 128-byte lines (unit `c` of row `r` is stored at
 //! `c ^ (r % 8)`): the eight rows that ldmatrix reads at once fall into different banks, and so do the eight units of a row
 //! that cp.async writes at once. (Padding the rows serves ldmatrix only: cp.async then took 10 passes a warp instead of 4.)
@@ -138,6 +139,17 @@ __device__ __forceinline__ void apply_mask(float (&scores)[MT][NT][4], const uin
                     for (int i = 0; i < 2; ++i)
                         if (!(bits >> (j * 8 + i) & 1)) scores[m][n + j][half * 2 + i] = -INFINITY;
             }
+}
+
+/// Whether the mask hides NT·8 keys from `key` on from all of a warp's MT·16 rows, whose words begin at `rows`: a whole warp asks.
+template <int MT, int NT>
+__device__ __forceinline__ bool hides_all(const uint4* rows, int key) {
+    const uint32_t* const words = reinterpret_cast<const uint32_t*>(rows) + key % MASK_KEYS / 32;
+    uint32_t seen = 0;
+    for (int r = threadIdx.x % WARP; r < MT * 16; r += WARP)
+#pragma unroll
+        for (int n = 0; n < NT / 4; ++n) seen |= words[r * 4 + n];
+    return !__any_sync(0xffffffffu, seen != 0);
 }
 
 /// Where this lane points ldmatrix for an A operand [16 rows, first 16 columns] of a tile, and for a B operand whose rows are the

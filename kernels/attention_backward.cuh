@@ -200,6 +200,9 @@ __device__ __forceinline__ void attention_backward_query(const BackwardParams& p
         for (int chunk = 0; chunk < BN; chunk += CHUNK) {
             const int key = step + chunk;
             if (!active || (!Shape::MASKED && (key > last_row || key + CHUNK <= from))) continue;
+            if constexpr (Shape::MASKED) {
+                if (hides_all<MT, NT>(mask_rows[key / MASK_KEYS % 2] + (row - tile.start), key)) continue;
+            }
             float scores[MT][NT][4], d_scores[MT][NT][4];
             clear(scores);
             float2 stats[MT][2];
@@ -360,6 +363,12 @@ __device__ __forceinline__ void attention_backward_key(const BackwardParams& p) 
         for (int chunk = 0; chunk < BN; chunk += CHUNK) {
             const int query = step + chunk;
             if (!active || query >= tile.other_end || (!Shape::MASKED && (query + CHUNK <= row || seen[chunk] > last_row))) continue;
+            if constexpr (Shape::MASKED) {
+                // Of each query's words, the one with the warp's keys; a lane has one query.
+                static_assert(CHUNK == WARP && (ROWS == 16 || ROWS == 32), "a word holds the warp's keys");
+                const uint32_t bits = static_cast<uint32_t>(seen[(chunk + lane) * Shape::SEEN + warp * ROWS / 32]) >> warp * ROWS % 32;
+                if (!__any_sync(0xffffffffu, (ROWS == 32 ? bits : bits & 0xffffu) != 0)) continue;
+            }
             const int final_query = min(CHUNK, tile.other_end - query) - 1;
             float scores[MT][NT][4], d_scores[MT][NT][4];
             clear(scores);

@@ -149,6 +149,9 @@ __device__ __forceinline__ void attention_forward(const ForwardParams& p) {
         const bf16* const k_tile = stream + stage * STAGE;
         stage = stage + 1 == Shape::STAGES ? 0 : stage + 1;
         if (!active || (!Shape::MASKED && (key > last_row || key + BN <= from))) continue;
+        if constexpr (Shape::MASKED) {
+            if (hides_all<MT, NT>(mask_rows[key / MASK_KEYS % 2] + (row - tile.start), key)) continue;
+        }
 
         float scores[MT][NT][4];
         clear(scores);
