@@ -2,6 +2,7 @@
 
 pub mod bench;
 pub mod bench_ops;
+pub mod compare;
 pub mod config;
 pub mod event;
 mod event_sink;
