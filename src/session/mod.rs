@@ -18,6 +18,7 @@ pub mod runs;
 pub mod runtime;
 pub mod starter;
 pub mod store;
+pub mod trace;
 pub mod training_data;
 
 /// The tiny model that integration tests use, for unit tests.

@@ -2,8 +2,10 @@
 
 use std::str::FromStr;
 
+use anyhow::ensure;
 use serde::{Deserialize, Serialize};
 
+use crate::base::error::Result;
 use crate::tensor::phase::PhaseTime;
 use crate::train::switches::Switches;
 
@@ -75,11 +77,14 @@ impl FromStr for Variation {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        Self::ALL.into_iter().find(|variation| variation.word() == text).ok_or_else(|| {
-            let words = Self::ALL.map(Self::word).join(", ");
-            format!("`{text}` is none of {words}")
-        })
+        let found = Self::ALL.into_iter().find(|variation| variation.word() == text);
+        found.ok_or_else(|| format!("`{text}` is none of {}", words()))
     }
+}
+
+/// The words of all variations.
+fn words() -> String {
+    Variation::ALL.map(Variation::word).join(", ")
 }
 
 /// One of the two sides of a comparison.
@@ -196,8 +201,8 @@ pub struct Prediction {
 pub struct Quantities {
     /// L: blocks of the model.
     pub num_blocks: usize,
-    /// Micro-batches in a step.
-    pub num_micro_batches: usize,
+    /// Micro-batches in a step, on average.
+    pub num_micro_batches: f64,
     /// L of the copies: blocks whose inputs travel.
     pub num_offloaded: Option<usize>,
     /// s: one build of metadata in arm B, in milliseconds.
@@ -223,11 +228,13 @@ pub struct Setting {
     pub b: String,
 }
 
-/// Whether both arms learn the same: every step of every block against the same step of the first block.
+/// Whether both arms learn the same, step by step.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Parity {
-    /// Whether every loss and gradient norm has the same bits.
+    /// Whether every loss and gradient norm has the same bits in both arms.
     pub bit_equal: bool,
+    /// Whether every block of an arm has the same bits as its first: an arm repeats itself.
+    pub repeats: bool,
     /// Whether the arms must be bit-equal: not where they sum in another order (masked attention).
     pub must_be_bit_equal: bool,
     /// Largest difference of losses, in nats.
@@ -243,10 +250,9 @@ impl Parity {
 
     /// Whether the arms give the same results.
     pub fn holds(&self) -> bool {
-        self.bit_equal
-            || !self.must_be_bit_equal
-                && self.max_loss_difference <= Self::TOLERANCE
-                && self.max_grad_norm_difference <= 4.0 * Self::TOLERANCE
+        let close =
+            self.max_loss_difference <= Self::TOLERANCE && self.max_grad_norm_difference <= 4.0 * Self::TOLERANCE;
+        self.repeats && (self.bit_equal || !self.must_be_bit_equal && close)
     }
 }
 
@@ -385,6 +391,23 @@ pub struct CompareOptions {
     pub pairs: usize,
     /// Counted steps in a block.
     pub steps_per_block: usize,
+}
+
+impl CompareOptions {
+    /// Steps of a block, the uncounted one included.
+    pub fn num_steps(&self) -> usize {
+        self.steps_per_block + 1
+    }
+
+    /// Sees that there is something to measure.
+    ///
+    /// # Errors
+    /// When there are no variations, pairs or steps.
+    pub fn check(&self) -> Result<()> {
+        ensure!(!self.vary.is_empty(), "nothing to vary: name at least one of {}", words());
+        ensure!(self.pairs >= 1 && self.steps_per_block >= 1, "a comparison takes at least one pair of one step each");
+        Ok(())
+    }
 }
 
 impl Default for CompareOptions {
