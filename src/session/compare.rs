@@ -27,7 +27,8 @@ pub use self::text::text;
 use crate::base::error::Result;
 use crate::data::pack::PackedBatch;
 use crate::tensor::Device;
-use crate::train::report::{Optimization, StepReport};
+use crate::train::config::Activations;
+use crate::train::report::{Choice, Optimization, StepReport};
 use crate::train::snapshot::Snapshot;
 use crate::train::trainer::{Stepped, Trainer};
 
@@ -68,6 +69,28 @@ struct Measured<'a> {
     memory: [ArmMemory; 2],
     /// Blocks of each arm; those of one place are a pair.
     blocks: [Vec<Block>; 2],
+}
+
+/// Makes the comparisons that `options` names, one after another; each is told when it is done. What cannot be compared on this device is an error
+/// before time is spent. When `stop` is raised, the pairs that were done make the last report.
+///
+/// # Errors
+/// As [`compare`].
+pub fn compare_all(
+    trainer: &mut Trainer,
+    subject: Subject<'_>,
+    options: &CompareOptions,
+    on_event: &(dyn Fn(CompareEvent) + Sync),
+    stop: &AtomicBool,
+) -> Result<()> {
+    for &variation in &options.vary {
+        arms::arms(variation, trainer.switches(), trainer.model().device())?;
+    }
+    for &variation in &options.vary {
+        let Some(report) = compare(trainer, subject, variation, options, on_event, stop)? else { break };
+        on_event(CompareEvent::Finished { report: Box::new(report) });
+    }
+    Ok(())
 }
 
 /// Compares one optimization on against off. Nothing of the trainer has changed when it is done.
@@ -162,6 +185,9 @@ impl Comparison<'_> {
             if arm == 0 {
                 self.check_on()?;
             }
+            if let Some(fallback) = self.offload_fallback(arm) {
+                self.note(fallback);
+            }
         }
         Ok(true)
     }
@@ -169,20 +195,29 @@ impl Comparison<'_> {
     /// Sees that what arm A should have on is on.
     fn check_on(&mut self) -> Result<()> {
         let choices = self.trainer.choices();
-        let off = self.measured.needed.iter().filter_map(|needed| {
-            choices.iter().find(|choice| choice.optimization == *needed).filter(|choice| !choice.on)
-        });
-        for choice in off {
-            let (name, why) = (choice.optimization.name(), &choice.why);
+        let choice = |needed: &Optimization| choices.iter().find(|choice| choice.optimization == *needed);
+        let off: Vec<&Choice> = self.measured.needed.iter().filter_map(choice).filter(|choice| !choice.on).collect();
+        for Choice { optimization, why, .. } in off {
+            let name = optimization.name();
             if self.measured.variation != Variation::All {
                 bail!("{name} cannot be compared here, because it cannot be switched on: {why}");
             }
-            let note = format!("{name} could not be switched on: {why}");
-            if !self.measured.notes.contains(&note) {
-                self.measured.notes.push(note);
-            }
+            self.note(format!("{name} could not be switched on: {why}"));
         }
         Ok(())
+    }
+
+    /// What is not as good as it could be where an arm offloads.
+    fn offload_fallback(&self, arm: usize) -> Option<String> {
+        let offloads = self.measured.arms[arm].switches.activations == Activations::Offload;
+        self.trainer.model().offload_state().fallback.filter(|_| offloads)
+    }
+
+    /// Notes what is not noted yet.
+    fn note(&mut self, note: String) {
+        if !self.measured.notes.contains(&note) {
+            self.measured.notes.push(note);
+        }
     }
 
     /// Runs a block of an arm from the common state; `None` when it was stopped.

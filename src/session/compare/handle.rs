@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 
 use super::report::{CompareEvent, CompareOptions};
-use super::{Subject, arms, compare};
+use super::{Subject, compare_all};
 use crate::base::error::Result;
 use crate::data::loader::{Cursor, LoaderPlan};
 use crate::data::pack::PackedBatch;
@@ -128,17 +128,8 @@ fn run(config: &RunConfig, options: &CompareOptions, teller: &Teller, stop: &Ato
     let Some(Loaded { mut trainer, data, .. }) = loaded else { return Ok(()) };
     let model = run_folder::short_name(&config.model.path);
     let batches = first_steps(&data.plan, options.num_steps())?;
-    // What cannot be compared is said before time is spent.
-    for &variation in &options.vary {
-        arms::arms(variation, trainer.switches(), trainer.model().device())?;
-    }
-    for &variation in &options.vary {
-        let subject = Subject { model: &model, batches: &batches };
-        let report = compare(&mut trainer, subject, variation, options, &|event| teller.tell(event), stop)?;
-        let Some(report) = report else { return Ok(()) };
-        teller.tell(CompareEvent::Finished { report: Box::new(report) });
-    }
-    Ok(())
+    let subject = Subject { model: &model, batches: &batches };
+    compare_all(&mut trainer, subject, options, &|event| teller.tell(event), stop)
 }
 
 /// The micro-batches of the first `num_steps` steps of a run; a shorter run begins again.

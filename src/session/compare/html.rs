@@ -180,9 +180,13 @@ mod tests {
         for row in &report.rows {
             assert!(page.contains(&format!("<td>{}</td>", label(row))), "{}", row.name);
         }
-        for part in
-            [&report.verdict.sentence, "Every pair", "phase-metadata", "as predicted", "optimizations.metadata_cache"]
-        {
+        for part in [
+            &report.verdict.sentence,
+            "Every pair",
+            "phase-metadata",
+            &report.predictions[0].why,
+            "optimizations.metadata_cache",
+        ] {
             assert!(page.contains(part), "{part}");
         }
         assert!(!page.contains("<script") && !page.contains("http:") && !page.contains("https:"));

@@ -144,7 +144,7 @@ impl Measured<'_> {
         let pinned = self.memory.map(|memory| memory.pinned_bytes);
         if pinned.iter().any(Option::is_some) {
             // Where nothing is offloaded there is none.
-            rows.insert(at, bytes("Pinned memory", pinned.map(Option::unwrap_or_default)));
+            rows.insert(at, bytes("Host memory of inputs", pinned.map(Option::unwrap_or_default)));
         }
         rows.insert(at, bytes("Peak memory", self.memory.map(|memory| memory.peak_bytes)));
         rows

@@ -172,7 +172,7 @@ mod tests {
             "3 pairs of 4 of 2 steps, order A B B A",
             "not attributed",
             "c not measured",
-            "optimizations.metadata_cache            \"on\"         \"off\"",
+            "optimizations.metadata_cache                  \"on\"         \"off\"",
             "published: steps/s +14.3 %",
         ] {
             assert!(text.contains(part), "{part} in {text}");
