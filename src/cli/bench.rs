@@ -1,16 +1,25 @@
 //! `tandem bench`: how fast this machine trains models of known shapes.
 
 use std::io::{self, Write as _};
+use std::path::PathBuf;
+use std::sync::atomic::Ordering;
+use std::sync::{Mutex, PoisonError};
 
 use clap::Args;
 use tandem::base::error::Result;
 use tandem::base::units;
 use tandem::session::bench::{self, BenchOptions, BenchRow};
 use tandem::session::bench_ops;
+use tandem::session::compare::{CompareEvent, CompareOptions, CompareReport, Variation};
+use tandem::session::trace::{Trace, TraceSteps};
 use tandem::session::{
     Activations, AttentionPath, CacheCounts, DeviceChoice, Metadata, MetadataPolicy, OffloadPolicy, Precision, Switches,
 };
 use tandem::tensor::Device;
+
+use super::compare::{self, Lines};
+use super::signals;
+use super::train::write_trace;
 
 /// Flags of `tandem bench`.
 #[derive(Args)]
@@ -60,6 +69,21 @@ pub struct BenchArgs {
     /// One JSON object a row.
     #[arg(long)]
     json: bool,
+    /// Compare instead, each against its baseline, in pairs of blocks of --steps steps: cache, cache-fused, buffers, offload, keep, attention, graphs, all.
+    #[arg(long, value_delimiter = ',', value_name = "WORDS", conflicts_with_all = ["ops", "warmup", "trace"])]
+    vary: Vec<Variation>,
+    /// Pairs of blocks of a comparison.
+    #[arg(long, value_name = "N", default_value_t = 10, requires = "vary")]
+    pairs: usize,
+    /// Write comparisons as one HTML file that needs nothing else.
+    #[arg(long, value_name = "FILE", requires = "vary")]
+    html: Option<PathBuf>,
+    /// Write the spans of some steps as a trace that Perfetto opens, a process a row.
+    #[arg(long, value_name = "FILE", conflicts_with = "ops")]
+    trace: Option<PathBuf>,
+    /// Which steps of each row, as 5-8, those before measuring counted; without it, the last three.
+    #[arg(long, value_name = "STEPS", requires = "trace")]
+    trace_steps: Option<TraceSteps>,
 }
 
 fn activations(text: &str) -> std::result::Result<Activations, String> {
@@ -106,6 +130,25 @@ fn device(text: &str) -> std::result::Result<DeviceChoice, String> {
 }
 
 impl BenchArgs {
+    /// Every row asked for.
+    fn options(&self) -> Vec<BenchOptions> {
+        let mut all = Vec::new();
+        for model in &self.model {
+            for &pack in &self.pack {
+                all.extend(self.switches().into_iter().map(|switches| BenchOptions {
+                    model: model.clone(),
+                    tokens: self.tokens,
+                    pack,
+                    warmup: self.warmup,
+                    steps: self.steps,
+                    switches,
+                    r: self.r,
+                }));
+            }
+        }
+        all
+    }
+
     /// Every combination of switches asked for.
     fn switches(&self) -> Vec<Switches> {
         let mut all = vec![Switches::default()];
@@ -133,34 +176,65 @@ impl BenchArgs {
 
 /// Measures and prints every combination asked for.
 pub fn run(args: &BenchArgs) -> Result<()> {
+    for path in [&args.html, &args.trace].into_iter().flatten() {
+        compare::check_folder(path)?;
+    }
     let device = bench::device(args.device, Precision::F32)?;
+    if !args.vary.is_empty() {
+        return compare_all(args, &device);
+    }
     let mut out = io::stdout().lock();
     if args.ops {
         return print_ops(&mut out, &device, args.json);
     }
-    for model in &args.model {
-        for &pack in &args.pack {
-            for switches in args.switches() {
-                let options = BenchOptions {
-                    model: model.clone(),
-                    tokens: args.tokens,
-                    pack,
-                    warmup: args.warmup,
-                    steps: args.steps,
-                    switches,
-                    r: args.r,
-                };
-                let row = bench::run(&options, &device)?;
-                if args.json {
-                    writeln!(out, "{}", serde_json::to_string(&row)?)?;
-                } else {
-                    print_row(&mut out, &row)?;
-                }
-                out.flush()?;
-            }
+    let mut trace = Trace::new(args.trace_steps.clone());
+    for options in args.options() {
+        let row = bench::run(&options, &device, args.trace.as_ref().map(|_| &mut trace))?;
+        if args.json {
+            writeln!(out, "{}", serde_json::to_string(&row)?)?;
+        } else {
+            print_row(&mut out, &row)?;
+        }
+        out.flush()?;
+    }
+    match &args.trace {
+        Some(path) => write_trace(&trace, path),
+        None => Ok(()),
+    }
+}
+
+/// Makes the comparisons of `--vary` for every combination asked for, and prints each when it is done.
+fn compare_all(args: &BenchArgs, device: &Device) -> Result<()> {
+    let comparison = CompareOptions { vary: args.vary.clone(), pairs: args.pairs, steps_per_block: args.steps };
+    let stop = signals::stop_flag()?;
+    let told = Mutex::new((Lines::default(), Vec::new()));
+    let tell = |event: CompareEvent| {
+        let mut told = told.lock().unwrap_or_else(PoisonError::into_inner);
+        if let CompareEvent::Finished { report } = event {
+            // A closed stdout has nobody to tell.
+            drop(if args.json { print_json(&report) } else { compare::print(&report) });
+            told.1.push(*report);
+        } else {
+            told.0.tell(&event);
+        }
+    };
+    let mut done = Ok(());
+    for options in args.options() {
+        done = bench::compare(&options, &comparison, device, &tell, &stop);
+        if done.is_err() || stop.load(Ordering::Relaxed) {
+            break;
         }
     }
-    Ok(())
+    let (_, reports) = told.into_inner().unwrap_or_else(PoisonError::into_inner);
+    if let Some(path) = args.html.as_ref().filter(|_| !reports.is_empty()) {
+        // What was measured before a failure stays true.
+        compare::write_html(path, &reports)?;
+    }
+    done
+}
+
+fn print_json(report: &CompareReport) -> io::Result<()> {
+    writeln!(io::stdout(), "{}", serde_json::to_string(report)?)
 }
 
 fn print_ops(out: &mut impl io::Write, device: &Device, json: bool) -> Result<()> {

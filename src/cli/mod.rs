@@ -1,6 +1,7 @@
 //! Commands, flags and exit codes: 0 done (or stopped by the user), 1 failed, 2 wrong usage.
 
 mod bench;
+mod compare;
 mod data;
 mod fields;
 mod runs;
@@ -32,6 +33,8 @@ enum Command {
     Data(Box<data::DataCommand>),
     /// Measure how fast this machine trains models of known shapes.
     Bench(bench::BenchArgs),
+    /// Compare optimizations on against off, in pairs of blocks from the same state.
+    Compare(Box<compare::CompareArgs>),
     /// List the runs on this machine.
     Runs(runs::RunsArgs),
     /// The starter model: a small real model to begin with.
@@ -55,6 +58,7 @@ pub fn main() -> ExitCode {
         Some(Command::Train(args)) => train::run(&args),
         Some(Command::Data(command)) => data::run(*command),
         Some(Command::Bench(args)) => bench::run(&args),
+        Some(Command::Compare(args)) => compare::run(&args),
         Some(Command::Runs(args)) => runs::run(&args),
         Some(Command::Starter(command)) => starter::run(&command),
     };

@@ -7,6 +7,8 @@ use anyhow::{Context as _, bail, ensure};
 use serde::Serialize;
 
 use super::bench_ops::{random, time};
+use super::compare::{self, CompareEvent, CompareOptions, Subject};
+use super::trace::Trace;
 use crate::base::error::Result;
 use crate::base::rng::{Philox, unit_f32};
 use crate::data::example::{Example, IGNORE_INDEX};
@@ -143,22 +145,23 @@ pub fn device(choice: DeviceChoice, precision: Precision) -> Result<Device> {
     }
 }
 
-/// Measures one row.
-///
-/// # Errors
-/// When the model does not fit the device or the options make no batch.
-pub fn run(options: &BenchOptions, device: &Device) -> Result<BenchRow> {
-    let BenchOptions { tokens, pack, warmup, steps, switches, r, .. } = *options;
+/// A trainer on random weights, and the micro-batches of a step.
+struct Ready {
+    config: ModelConfig,
+    trainer: Trainer,
+    lengths: Vec<usize>,
+    micro_batches: Vec<PackedBatch>,
+}
+
+fn prepare(options: &BenchOptions, device: &Device, total_steps: usize) -> Result<Ready> {
+    let BenchOptions { tokens, pack, switches, r, .. } = *options;
     ensure!(
         pack >= 2 && tokens >= pack && tokens.is_multiple_of(pack),
         "tokens ({tokens}) must be a multiple of pack ({pack})"
     );
-    ensure!(steps >= 1, "at least one step must be measured");
     let config = model_config(&options.model)?;
-    let matmul_tflops = device.run(|| square_product_tflops(device))?;
     let lengths = document_lengths(tokens, pack);
-    let batches = micro_batches(&lengths, pack, config.vocab_size);
-    let flops_per_token = flops_per_token(&config, &lengths, r);
+    let micro_batches = micro_batches(&lengths, pack, config.vocab_size);
     let method = MethodConfig { r, ..MethodConfig::default() };
     let model = Transformer::random(&config, device, lora_spec(&method).as_ref(), 1)?;
     let setup = TrainerSetup {
@@ -166,19 +169,52 @@ pub fn run(options: &BenchOptions, device: &Device) -> Result<BenchRow> {
         optimizer: OptimizerConfig { schedule: ScheduleKind::Constant, ..OptimizerConfig::default() },
         switches,
         seed: 1,
-        total_steps: (warmup + steps) as u64,
+        total_steps: total_steps as u64,
     };
-    let mut trainer = Trainer::new(model, setup)?;
+    Ok(Ready { config, trainer: Trainer::new(model, setup)?, lengths, micro_batches })
+}
+
+/// Compares optimizations on random weights, as [`compare::compare_all`].
+///
+/// # Errors
+/// As [`run`], and when an optimization cannot be switched on here.
+pub fn compare(
+    options: &BenchOptions,
+    comparison: &CompareOptions,
+    device: &Device,
+    on_event: &(dyn Fn(CompareEvent) + Sync),
+    stop: &AtomicBool,
+) -> Result<()> {
+    let Ready { mut trainer, micro_batches, .. } = prepare(options, device, comparison.num_steps())?;
+    let batches = vec![micro_batches; comparison.num_steps()];
+    let subject = Subject { model: &options.model, batches: &batches };
+    compare::compare_all(&mut trainer, subject, comparison, on_event, stop)
+}
+
+/// Measures one row; its steps go to `trace`.
+///
+/// # Errors
+/// When the model does not fit the device or the options make no batch.
+pub fn run(options: &BenchOptions, device: &Device, trace: Option<&mut Trace>) -> Result<BenchRow> {
+    let BenchOptions { tokens, pack, warmup, steps, switches, r, .. } = *options;
+    ensure!(steps >= 1, "at least one step must be measured");
+    let matmul_tflops = device.run(|| square_product_tflops(device))?;
+    let Ready { config, mut trainer, lengths, micro_batches } = prepare(options, device, warmup + steps)?;
+    let flops_per_token = flops_per_token(&config, &lengths, r);
     let stop = AtomicBool::new(false);
     // Steps follow each other without a wait between them, as in a run; the reports come late.
     let mut reports: Vec<StepReport> = Vec::with_capacity(warmup + steps);
     for _ in 0..warmup + steps {
-        match trainer.step(&batches, 0.0, &stop)? {
+        match trainer.step(&micro_batches, 0.0, &stop)? {
             Stepped::Stopped => bail!("the step was stopped"),
             Stepped::Submitted(report) => reports.extend(report.map(|report| *report)),
         }
     }
     reports.extend(trainer.flush()?);
+    if let Some(trace) = trace {
+        trace.begin(&format!("{}, pack {pack}", options.model));
+        reports.iter().for_each(|report| trace.add(report));
+    }
     reports.drain(..warmup);
     let loss = reports.last().map_or(f64::NAN, |report| report.loss);
     reports.sort_by(|a, b| a.step_ms.total_cmp(&b.step_ms));

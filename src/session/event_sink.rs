@@ -129,7 +129,7 @@ impl Inner {
 }
 
 /// Calls the waker at once for a first event, and then at most every [`WAKE_EVERY`] while there are more.
-fn spawn_waker(waker: RunWaker) -> Result<tokio::sync::mpsc::Sender<()>> {
+pub(super) fn spawn_waker(waker: RunWaker) -> Result<tokio::sync::mpsc::Sender<()>> {
     let (sender, mut receiver) = tokio::sync::mpsc::channel(1);
     runtime::runtime()?.spawn(async move {
         while receiver.recv().await.is_some() {

@@ -194,7 +194,7 @@ pub(super) fn start_body(
     Ok(RunHandle { folder, control, sink, events, thread: Some(thread) })
 }
 
-fn panic_text(panic: &(dyn Any + Send)) -> String {
+pub(super) fn panic_text(panic: &(dyn Any + Send)) -> String {
     if let Some(text) = panic.downcast_ref::<&str>() {
         (*text).into()
     } else if let Some(text) = panic.downcast_ref::<String>() {

@@ -2,6 +2,7 @@
 
 pub mod bench;
 pub mod bench_ops;
+pub mod compare;
 pub mod config;
 pub mod event;
 mod event_sink;
@@ -17,6 +18,7 @@ pub mod runs;
 pub mod runtime;
 pub mod starter;
 pub mod store;
+pub mod trace;
 pub mod training_data;
 
 /// The tiny model that integration tests use, for unit tests.

@@ -1,7 +1,7 @@
 //! One run from its configuration to its result: preparation, training, evaluation, saving. Stop 8 of the walk.
 
 mod eta;
-mod preparing;
+pub(super) mod preparing;
 mod saving;
 
 use std::collections::VecDeque;

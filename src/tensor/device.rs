@@ -188,6 +188,14 @@ impl Device {
         }
     }
 
+    /// Lets the peaks of [`Self::memory`] start anew from what is allocated now.
+    pub fn reset_memory_peaks(&self) {
+        match self {
+            Self::Cpu(cpu) => cpu.inner.ledger.reset_peaks(),
+            Self::Cuda(gpu) => gpu.ledger().reset_peaks(),
+        }
+    }
+
     /// Memory that could be had now, in bytes: on a GPU what the driver has free, within the limit that was set, and what the engine has free itself; on
     /// the CPU what the system says. `None` where it does not.
     pub fn available_bytes(&self) -> Option<u64> {

@@ -62,7 +62,7 @@ pub struct CategoryBytes {
     pub category: MemoryCategory,
     /// Bytes allocated now.
     pub now_bytes: u64,
-    /// Most bytes allocated at any time so far.
+    /// Most bytes allocated at any time, or since [`Ledger::reset_peaks`].
     pub peak_bytes: u64,
 }
 
@@ -97,6 +97,13 @@ impl Ledger {
         let total = self.total_now.fetch_add(bytes, Ordering::Relaxed) + bytes;
         self.total_peak.fetch_max(total, Ordering::Relaxed);
         Charge { ledger: Arc::clone(self), category, bytes }
+    }
+
+    /// Lets every peak start anew from what is allocated now.
+    pub fn reset_peaks(&self) {
+        let restart = |peak: &AtomicU64, now: &AtomicU64| peak.store(now.load(Ordering::Relaxed), Ordering::Relaxed);
+        self.peak.iter().zip(&self.now).for_each(|(peak, now)| restart(peak, now));
+        restart(&self.total_peak, &self.total_now);
     }
 
     /// The counters as they stand.
@@ -173,6 +180,10 @@ mod tests {
             .find(|c| c.category == MemoryCategory::Weights)
             .map(|c| (c.now_bytes, c.peak_bytes));
         assert_eq!(weights, Some((0, 100)));
+        ledger.reset_peaks();
+        let report = ledger.report();
+        assert_eq!((report.now_bytes, report.peak_bytes), (40, 40));
+        assert_eq!(report.categories.iter().map(|c| c.peak_bytes).sum::<u64>(), 40);
         drop(b);
         assert_eq!(ledger.report().now_bytes, 0);
     }

@@ -5,5 +5,6 @@ pub mod config;
 pub mod optimizer;
 pub mod report;
 pub mod schedule;
+pub mod snapshot;
 pub mod switches;
 pub mod trainer;

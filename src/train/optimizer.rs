@@ -1,6 +1,7 @@
 //! AdamW over a model's trainable parameters, with 32-bit state.
 
 use super::config::OptimizerConfig;
+use super::snapshot::{SlotValues, Snapshot};
 use crate::layers::parameter::{Grads, ParamId, Parameter};
 use crate::model::transformer::Transformer;
 use crate::ops::adamw::{self, AdamWParams};
@@ -107,6 +108,26 @@ impl Optimizer {
     /// Counts only `updates`: those queued behind them were not made.
     pub fn take_back(&mut self, updates: u64) {
         self.updates = updates;
+    }
+
+    /// Copies the values of all that trains, and the optimizer's state of it, to the host. From a GPU this waits for the device.
+    pub(super) fn snapshot(&self, model: &Transformer) -> Snapshot {
+        let slots = self.slots.iter().map(|Slot { id, m, v }| SlotValues {
+            value: model.params().to_vec(*id),
+            m: m.to_vec(),
+            v: v.to_vec(),
+        });
+        Snapshot { updates: self.updates, slots: slots.collect() }
+    }
+
+    /// Sets values and state to those of a snapshot of this optimizer; all stays where it lies.
+    pub(super) fn restore(&mut self, model: &mut Transformer, snapshot: &Snapshot) {
+        self.updates = snapshot.updates;
+        for (Slot { id, m, v }, values) in self.slots.iter_mut().zip(&snapshot.slots) {
+            model.params_mut().set(*id, &values.value);
+            m.set(&values.m);
+            v.set(&values.v);
+        }
     }
 
     /// Sets every gradient to zero.

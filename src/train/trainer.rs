@@ -11,6 +11,7 @@ use super::config::{Activations, ActivationsChoice, Metadata, MethodConfig, Meth
 use super::optimizer::{BadGradient, Optimizer};
 use super::report::{CacheReport, Choice, CopyReport, EvalReport, StepReport};
 use super::schedule::learning_rate;
+use super::snapshot::Snapshot;
 use super::switches::{self, Switches};
 use crate::base::error::{NonFinite, OutOfMemory, Result};
 use crate::data::example::IGNORE_INDEX;
@@ -145,6 +146,21 @@ impl Trainer {
         };
         trainer.apply_switches();
         Ok(trainer)
+    }
+
+    /// The state between two steps, copied to the host; [`Self::flush`] first.
+    pub fn snapshot(&self) -> Snapshot {
+        self.optimizer.snapshot(&self.model)
+    }
+
+    /// Goes back to a state of this trainer; [`Self::flush`] first. The next steps are those that followed it then, to the bit. What was recorded stays.
+    pub fn restore(&mut self, snapshot: &Snapshot) {
+        self.optimizer.restore(&mut self.model, snapshot);
+    }
+
+    /// Gives up what was recorded, with the memory that it holds.
+    pub fn forget_recordings(&mut self) {
+        self.recordings.forget();
     }
 
     /// What is switched how.

@@ -1,5 +1,6 @@
 //! Before the first step: device, model, data, trainer; every stage tells its progress and sees a stop.
 
+use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -14,10 +15,9 @@ use crate::model::loading::Checkpoint;
 use crate::model::transformer::Transformer;
 use crate::session::config::RunConfig;
 use crate::session::event::{NoteLevel, RunEvent, RunInfo};
-use crate::session::event_sink::EventSink;
 use crate::session::handle::RunContext;
 use crate::session::run_folder;
-use crate::session::training_data::{self, TrainingData};
+use crate::session::training_data::{self, Progress, TrainingData};
 use crate::tensor::device::Device;
 use crate::train::config::{DeviceChoice, MethodConfig, MethodKind};
 use crate::train::switches::Switches;
@@ -37,9 +37,25 @@ pub(super) struct Prepared {
     pub info: RunInfo,
 }
 
+/// A trainer and its data, before anything of a run exists: what a run and a comparison share.
+pub(in crate::session) struct Loaded {
+    pub checkpoint: Checkpoint,
+    pub trainer: Trainer,
+    pub data: TrainingData,
+}
+
+/// Hears what happens while that is loaded.
+#[derive(Clone, Copy)]
+pub(in crate::session) struct Listener<'a> {
+    /// Stages, from any thread, often.
+    pub stage: Progress<'a>,
+    /// What the user should know.
+    pub note: &'a dyn Fn(NoteLevel, String),
+}
+
 /// Tells stages, from any thread: the first and the last word of each, and some between.
 struct Stages<'a> {
-    sink: &'a EventSink,
+    listener: Progress<'a>,
     /// The stage told last, and when.
     told: Mutex<Option<(String, Instant)>>,
 }
@@ -52,33 +68,35 @@ impl Stages<'_> {
             return;
         }
         *told = Some((stage.into(), Instant::now()));
-        self.sink.emit(RunEvent::Preparing { stage: stage.into(), done, total });
+        (self.listener)(stage, done, total);
     }
 }
 
-/// Prepares a run; `None` when it was stopped on the way. Cheap checks come first, loading the weights last.
-pub(super) fn prepare(context: &RunContext) -> Result<Option<Prepared>> {
-    let RunContext { config, sink, control, .. } = context;
-    let stop = control.stop_flag();
-    let stages = Stages { sink, told: Mutex::new(None) };
-    let device = choose_device(config, sink)?;
+/// Loads what a configuration names and checks that it fits together; `None` when it was stopped on the way. Cheap checks come first, loading the
+/// weights last.
+pub(in crate::session) fn load(
+    config: &RunConfig,
+    listener: Listener<'_>,
+    stop: &AtomicBool,
+) -> Result<Option<Loaded>> {
+    let Listener { stage, note } = listener;
+    let stages = Stages { listener: stage, told: Mutex::new(None) };
+    let device = choose_device(config, note)?;
     stages.tell("opening the model", 0, 0);
     let checkpoint = Checkpoint::open(&config.model.path)?;
     let builder = training_data::example_builder(config)?;
     let data = TrainingData::read(config, &builder, &|stage, done, total| stages.tell(stage, done, total), stop)?;
     let Some(data) = data else { return Ok(None) };
     for (level, text) in &data.notes {
-        sink.note(*level, text.clone());
+        note(*level, text.clone());
     }
-    check_fits(&data, &checkpoint, sink)?;
+    check_fits(&data, &checkpoint, note)?;
 
-    let (total_steps, steps_per_epoch) = (data.plan.total_steps(), data.plan.steps_per_epoch() as f64);
-    let stage = "loading weights";
     let model = Transformer::load_unless_stopped(
         &checkpoint,
         &device,
         lora_spec(&config.method).as_ref(),
-        &mut |done, total| stages.tell(stage, done, total),
+        &mut |done, total| stages.tell("loading weights", done, total),
         stop,
     )?;
     let Some(model) = model else { return Ok(None) };
@@ -89,20 +107,31 @@ pub(super) fn prepare(context: &RunContext) -> Result<Option<Prepared>> {
             optimizer: config.optimizer.clone(),
             switches: Switches::of(&config.train, &config.optimizations),
             seed: config.seed,
-            total_steps,
+            total_steps: data.plan.total_steps(),
         },
     )?;
     trainer.choose_activations(config.train.activations, config.packing.pack_len);
     if let Some(folder) = &config.method.init_adapter {
         saving::set_init_adapter(&mut trainer, &config.method, folder)?;
     }
+    Ok(Some(Loaded { checkpoint, trainer, data }))
+}
+
+/// Prepares a run; `None` when it was stopped on the way.
+pub(super) fn prepare(context: &RunContext) -> Result<Option<Prepared>> {
+    let RunContext { config, sink, control, .. } = context;
+    let stage = |stage: &str, done, total| sink.emit(RunEvent::Preparing { stage: stage.into(), done, total });
+    let note = |level, text| sink.note(level, text);
+    let loaded = load(config, Listener { stage: &stage, note: &note }, control.stop_flag())?;
+    let Some(Loaded { checkpoint, trainer, data }) = loaded else { return Ok(None) };
+    let steps_per_epoch = data.plan.steps_per_epoch() as f64;
     let info = RunInfo {
         name: run_folder::run_name(config),
         folder: context.folder.clone(),
         model: run_folder::short_name(&config.model.path),
         method: describe_method(&config.method),
-        device: device.describe(),
-        total_steps,
+        device: trainer.model().device().describe(),
+        total_steps: data.plan.total_steps(),
         steps_per_epoch,
         pack_len: config.packing.pack_len,
         num_parameters: checkpoint.num_parameters(),
@@ -117,7 +146,7 @@ pub(super) fn prepare(context: &RunContext) -> Result<Option<Prepared>> {
 }
 
 /// The device a configuration asks for; what `auto` decides is told with its reason.
-fn choose_device(config: &RunConfig, sink: &EventSink) -> Result<Device> {
+fn choose_device(config: &RunConfig, note: &dyn Fn(NoteLevel, String)) -> Result<Device> {
     let train = &config.train;
     let cpu = || Device::cpu(train.threads, train.precision);
     let limit = (train.vram_limit_gib > 0.0).then_some((train.vram_limit_gib * f64::from(1 << 30)) as u64);
@@ -129,11 +158,11 @@ fn choose_device(config: &RunConfig, sink: &EventSink) -> Result<Device> {
         DeviceChoice::Auto => match Device::cuda_within(limit) {
             Ok(device) => {
                 let text = format!("training on {}, the first GPU found", device.describe());
-                sink.note(NoteLevel::Info, text);
+                note(NoteLevel::Info, text);
                 Ok(device)
             }
             Err(reason) => {
-                sink.note(NoteLevel::Info, format!("training on the CPU, because there is {reason}"));
+                note(NoteLevel::Info, format!("training on the CPU, because there is {reason}"));
                 cpu()
             }
         },
@@ -141,7 +170,7 @@ fn choose_device(config: &RunConfig, sink: &EventSink) -> Result<Device> {
 }
 
 /// Checks that data and model fit each other.
-fn check_fits(data: &TrainingData, checkpoint: &Checkpoint, sink: &EventSink) -> Result<()> {
+fn check_fits(data: &TrainingData, checkpoint: &Checkpoint, note: &dyn Fn(NoteLevel, String)) -> Result<()> {
     let config = checkpoint.config();
     let (largest, vocab_size) = (data.max_token_id, config.vocab_size);
     ensure!(
@@ -156,12 +185,12 @@ fn check_fits(data: &TrainingData, checkpoint: &Checkpoint, sink: &EventSink) ->
             units::count(longest as u64),
             units::count(context as u64)
         );
-        sink.note(NoteLevel::Warning, text);
+        note(NoteLevel::Warning, text);
     }
     if data.eval_batches.is_empty() {
         let text =
             "no records are held out, so there is no held-out loss; set `eval_fraction` or `eval_path` in [data]";
-        sink.note(NoteLevel::Info, text);
+        note(NoteLevel::Info, text.into());
     }
     Ok(())
 }

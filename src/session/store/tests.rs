@@ -32,7 +32,7 @@ fn phase_time() -> impl Strategy<Value = PhaseTime> {
 }
 
 fn span() -> impl Strategy<Value = Span> {
-    let lane = prop::sample::select(vec![LaneKind::Compute, LaneKind::D2h, LaneKind::H2d]);
+    let lane = prop::sample::select(vec![LaneKind::Compute, LaneKind::D2h, LaneKind::H2d, LaneKind::Host]);
     let pass = prop::sample::select(vec![Pass::Forward, Pass::Backward, Pass::Step]);
     (lane, phase(), pass, prop::option::of(0..200_u32), number(), number())
         .prop_map(|(lane, phase, pass, layer, start_ms, end_ms)| Span { lane, phase, pass, layer, start_ms, end_ms })
