@@ -8,7 +8,7 @@ use std::sync::{Mutex, PoisonError};
 use clap::Args;
 use tandem::base::error::Result;
 use tandem::base::units;
-use tandem::session::bench::{self, BenchOptions, BenchRow};
+use tandem::session::bench::{self, Bench, BenchOptions, BenchRow};
 use tandem::session::bench_ops;
 use tandem::session::compare::{CompareEvent, CompareOptions, CompareReport, Variation};
 use tandem::session::trace::{Trace, TraceSteps};
@@ -180,16 +180,17 @@ pub fn run(args: &BenchArgs) -> Result<()> {
         compare::check_folder(path)?;
     }
     let device = bench::device(args.device, Precision::F32)?;
+    if args.ops {
+        return print_ops(&mut io::stdout().lock(), &device, args.json);
+    }
+    let mut bench = Bench::new(device);
     if !args.vary.is_empty() {
-        return compare_all(args, &device);
+        return compare_all(args, &mut bench);
     }
     let mut out = io::stdout().lock();
-    if args.ops {
-        return print_ops(&mut out, &device, args.json);
-    }
     let mut trace = Trace::new(args.trace_steps.clone());
     for options in args.options() {
-        let row = bench::run(&options, &device, args.trace.as_ref().map(|_| &mut trace))?;
+        let row = bench.run(&options, args.trace.as_ref().map(|_| &mut trace))?;
         if args.json {
             writeln!(out, "{}", serde_json::to_string(&row)?)?;
         } else {
@@ -204,7 +205,7 @@ pub fn run(args: &BenchArgs) -> Result<()> {
 }
 
 /// Makes the comparisons of `--vary` for every combination asked for, and prints each when it is done.
-fn compare_all(args: &BenchArgs, device: &Device) -> Result<()> {
+fn compare_all(args: &BenchArgs, bench: &mut Bench) -> Result<()> {
     let comparison = CompareOptions { vary: args.vary.clone(), pairs: args.pairs, steps_per_block: args.steps };
     let stop = signals::stop_flag()?;
     let told = Mutex::new((Lines::default(), Vec::new()));
@@ -220,7 +221,7 @@ fn compare_all(args: &BenchArgs, device: &Device) -> Result<()> {
     };
     let mut done = Ok(());
     for options in args.options() {
-        done = bench::compare(&options, &comparison, device, &tell, &stop);
+        done = bench.compare(&options, &comparison, &tell, &stop);
         if done.is_err() || stop.load(Ordering::Relaxed) {
             break;
         }

@@ -16,10 +16,12 @@ use crate::data::pack::PackedBatch;
 use crate::model::config::ModelConfig;
 use crate::model::transformer::Transformer;
 use crate::ops::matmul;
+use crate::tensor::memory::MemoryReport;
 use crate::tensor::phase::PhaseTime;
 use crate::tensor::{Device, MemoryCategory};
 use crate::train::config::{DeviceChoice, MethodConfig, OptimizerConfig, Precision, ScheduleKind};
 use crate::train::report::{CacheReport, Choice, CopyReport, StepReport};
+use crate::train::snapshot::Snapshot;
 use crate::train::switches::Switches;
 use crate::train::trainer::{Stepped, Trainer, TrainerSetup, lora_spec};
 
@@ -57,6 +59,18 @@ pub struct BenchOptions {
     pub r: usize,
 }
 
+impl BenchOptions {
+    fn check(&self) -> Result<()> {
+        let &Self { tokens, pack, steps, .. } = self;
+        ensure!(
+            pack >= 2 && tokens >= pack && tokens.is_multiple_of(pack),
+            "tokens ({tokens}) must be a multiple of pack ({pack})"
+        );
+        ensure!(steps >= 1, "at least one step must be measured");
+        Ok(())
+    }
+}
+
 /// One row of the table: medians over the measured steps.
 #[derive(Debug, Clone, Serialize)]
 pub struct BenchRow {
@@ -85,6 +99,8 @@ pub struct BenchRow {
     pub not_attributed_ms: f64,
     /// Most memory at one time, by our accounting, in bytes.
     pub peak_bytes: u64,
+    /// Memory by category.
+    pub memory: MemoryReport,
     /// Kernel launches of the median step, on a GPU.
     pub launches: Option<u64>,
     /// Times the host waited for the device in the median step.
@@ -145,62 +161,102 @@ pub fn device(choice: DeviceChoice, precision: Precision) -> Result<Device> {
     }
 }
 
-/// A trainer on random weights, and the micro-batches of a step.
-struct Ready {
+/// A device, and the model that was measured last: the next measurement of the same model starts from the same state.
+#[derive(Debug)]
+pub struct Bench {
+    device: Device,
+    matmul_tflops: Option<f64>,
+    model: Option<Loaded>,
+}
+
+/// A trainer on random weights, and the state it began in.
+#[derive(Debug)]
+struct Loaded {
+    name: String,
+    r: usize,
     config: ModelConfig,
     trainer: Trainer,
-    lengths: Vec<usize>,
-    micro_batches: Vec<PackedBatch>,
+    start: Snapshot,
 }
 
-fn prepare(options: &BenchOptions, device: &Device, total_steps: usize) -> Result<Ready> {
-    let BenchOptions { tokens, pack, switches, r, .. } = *options;
-    ensure!(
-        pack >= 2 && tokens >= pack && tokens.is_multiple_of(pack),
-        "tokens ({tokens}) must be a multiple of pack ({pack})"
-    );
-    let config = model_config(&options.model)?;
+impl Bench {
+    /// Nothing is measured yet.
+    pub fn new(device: Device) -> Self {
+        Self { device, matmul_tflops: None, model: None }
+    }
+
+    /// The model of `options` in its first state, switched as they ask.
+    fn load(&mut self, options: &BenchOptions) -> Result<&mut Loaded> {
+        let BenchOptions { ref model, switches, r, .. } = *options;
+        let mut loaded = match self.model.take().filter(|loaded| loaded.name == *model && loaded.r == r) {
+            Some(loaded) => loaded,
+            None => {
+                let config = model_config(model)?;
+                let method = MethodConfig { r, ..MethodConfig::default() };
+                let weights = Transformer::random(&config, &self.device, lora_spec(&method).as_ref(), 1)?;
+                let optimizer = OptimizerConfig { schedule: ScheduleKind::Constant, ..OptimizerConfig::default() };
+                let setup = TrainerSetup { method, optimizer, switches, seed: 1, total_steps: 1 };
+                let trainer = Trainer::new(weights, setup)?;
+                let start = trainer.snapshot();
+                Loaded { name: model.clone(), r, config, trainer, start }
+            }
+        };
+        // What other switches have recorded holds memory that is none of this measurement's.
+        loaded.trainer.forget_recordings();
+        loaded.trainer.set_switches(switches);
+        loaded.trainer.restore(&loaded.start);
+        self.device.reset_memory_peaks();
+        Ok(self.model.insert(loaded))
+    }
+
+    /// Compares optimizations on random weights, as [`compare::compare_all`].
+    ///
+    /// # Errors
+    /// As [`Self::run`], and when an optimization cannot be switched on here.
+    pub fn compare(
+        &mut self,
+        options: &BenchOptions,
+        comparison: &CompareOptions,
+        on_event: &(dyn Fn(CompareEvent) + Sync),
+        stop: &AtomicBool,
+    ) -> Result<()> {
+        options.check()?;
+        let Loaded { config, trainer, .. } = self.load(options)?;
+        let lengths = document_lengths(options.tokens, options.pack);
+        let batches = vec![micro_batches(&lengths, options.pack, config.vocab_size); comparison.num_steps()];
+        let subject = Subject { model: &options.model, batches: &batches };
+        compare::compare_all(trainer, subject, comparison, on_event, stop)
+    }
+
+    /// Measures one row; its steps go to `trace`.
+    ///
+    /// # Errors
+    /// When the model does not fit the device or the options make no batch.
+    pub fn run(&mut self, options: &BenchOptions, trace: Option<&mut Trace>) -> Result<BenchRow> {
+        options.check()?;
+        let device = self.device.clone();
+        let matmul_tflops = match self.matmul_tflops {
+            Some(tflops) => tflops,
+            None => *self.matmul_tflops.insert(device.run(|| square_product_tflops(&device))?),
+        };
+        let Loaded { config, trainer, .. } = self.load(options)?;
+        measure(options, config, trainer, matmul_tflops, trace)
+    }
+}
+
+/// Measures one row on a trainer in its first state.
+fn measure(
+    options: &BenchOptions,
+    config: &ModelConfig,
+    trainer: &mut Trainer,
+    matmul_tflops: f64,
+    trace: Option<&mut Trace>,
+) -> Result<BenchRow> {
+    let BenchOptions { tokens, pack, warmup, steps, switches, r, .. } = *options;
+    let device = trainer.model().device().clone();
     let lengths = document_lengths(tokens, pack);
     let micro_batches = micro_batches(&lengths, pack, config.vocab_size);
-    let method = MethodConfig { r, ..MethodConfig::default() };
-    let model = Transformer::random(&config, device, lora_spec(&method).as_ref(), 1)?;
-    let setup = TrainerSetup {
-        method,
-        optimizer: OptimizerConfig { schedule: ScheduleKind::Constant, ..OptimizerConfig::default() },
-        switches,
-        seed: 1,
-        total_steps: total_steps as u64,
-    };
-    Ok(Ready { config, trainer: Trainer::new(model, setup)?, lengths, micro_batches })
-}
-
-/// Compares optimizations on random weights, as [`compare::compare_all`].
-///
-/// # Errors
-/// As [`run`], and when an optimization cannot be switched on here.
-pub fn compare(
-    options: &BenchOptions,
-    comparison: &CompareOptions,
-    device: &Device,
-    on_event: &(dyn Fn(CompareEvent) + Sync),
-    stop: &AtomicBool,
-) -> Result<()> {
-    let Ready { mut trainer, micro_batches, .. } = prepare(options, device, comparison.num_steps())?;
-    let batches = vec![micro_batches; comparison.num_steps()];
-    let subject = Subject { model: &options.model, batches: &batches };
-    compare::compare_all(&mut trainer, subject, comparison, on_event, stop)
-}
-
-/// Measures one row; its steps go to `trace`.
-///
-/// # Errors
-/// When the model does not fit the device or the options make no batch.
-pub fn run(options: &BenchOptions, device: &Device, trace: Option<&mut Trace>) -> Result<BenchRow> {
-    let BenchOptions { tokens, pack, warmup, steps, switches, r, .. } = *options;
-    ensure!(steps >= 1, "at least one step must be measured");
-    let matmul_tflops = device.run(|| square_product_tflops(device))?;
-    let Ready { config, mut trainer, lengths, micro_batches } = prepare(options, device, warmup + steps)?;
-    let flops_per_token = flops_per_token(&config, &lengths, r);
+    let flops_per_token = flops_per_token(config, &lengths, r);
     let stop = AtomicBool::new(false);
     // Steps follow each other without a wait between them, as in a run; the reports come late.
     let mut reports: Vec<StepReport> = Vec::with_capacity(warmup + steps);
@@ -234,6 +290,7 @@ pub fn run(options: &BenchOptions, device: &Device, trace: Option<&mut Trace>) -
         phases: median.phases.iter().copied().filter(|time| time.total_ms().is_some()).collect(),
         not_attributed_ms: median.not_attributed_ms,
         peak_bytes: median.memory.peak_bytes,
+        memory: median.memory.clone(),
         launches: median.counters.map(|c| c.launches),
         host_syncs: median.counters.map(|c| c.host_syncs),
         allocations: median.counters.map(|c| c.allocations),
