@@ -4,7 +4,9 @@ use std::fmt::Write as _;
 
 use super::plots;
 use super::report::{CompareReport, Effect, VerdictKind};
-use super::text::{NOT_MEASURED, half_interval, interval, label, pairs, percent, phases, quantities, signed, value};
+use super::text::{
+    NOT_MEASURED, half_interval, here, interval, label, pairs, percent, phases, quantities, signed, value, with_sign,
+};
 
 const STYLE: &str = include_str!("../../../assets/compare/report.css");
 
@@ -68,7 +70,7 @@ fn part(page: &mut String, report: &CompareReport) {
     tile(page, "Phases of the mean step", "A − B in ms below; hatched is not attributed", &phase_table(report));
     tile(page, "Every pair, A − B in ms", "line: mean, band: 95 % interval", &plots::pairs(report));
     tile(page, "Predicted against measured", &quantities(&report.quantities), &predictions(report));
-    tile(page, "Settings that differ", &format!("{} fields", report.settings.len()), &settings(report));
+    tile(page, "Settings that differ", "fields of run.toml", &settings(report));
     *page += "</div>\n";
 }
 
@@ -115,7 +117,7 @@ fn phase_table(report: &CompareReport) -> String {
     let mut body = plots::phase_bars(report) + &head(&["phase", "A, ms", "B, ms", "A − B, ms"]);
     let ms = |ms: Option<f64>| ms.map_or_else(|| NOT_MEASURED.into(), |ms| format!("{ms:.3}"));
     for (name, [a, b]) in phases(report) {
-        let difference = a.zip(b).map_or_else(|| NOT_MEASURED.into(), |(a, b)| format!("{:+.3}", a - b));
+        let difference = with_sign(a.zip(b).map(|(a, b)| a - b), 3);
         let _ = write!(
             body,
             "<tr><td><span class=\"key {}\"></span>{name}</td><td>{}</td><td>{}</td><td class=\"strong\">{difference}</td></tr>",
@@ -128,26 +130,21 @@ fn phase_table(report: &CompareReport) -> String {
 }
 
 fn predictions(report: &CompareReport) -> String {
-    let mut table = head(&["A − B in ms", "model", "predicted", "measured", "95 %", "why they differ"]);
-    let ms = |ms: Option<f64>| ms.map_or_else(|| NOT_MEASURED.into(), |ms| format!("{ms:+.2}"));
+    let mut table = head(&["A − B in ms", "model", "predicted", "measured", "95 %"]);
     for prediction in &report.predictions {
         let _ = write!(
             table,
-            "<tr><td>{}</td><td>{}</td><td>{}</td><td class=\"strong\">{}</td><td>{}</td><td class=\"text\">{}</td></tr>",
+            "<tr><td>{}</td><td>{}</td><td>{}</td><td class=\"strong\">{}</td><td>{}</td></tr>",
             escape(&prediction.name),
             escape(&prediction.formula),
-            ms(prediction.predicted_ms),
-            ms(prediction.measured_ms),
+            with_sign(prediction.predicted_ms, 2),
+            with_sign(prediction.measured_ms, 2),
             half_interval(prediction),
-            escape(&prediction.why)
         );
-        if let Some(published) = &prediction.published {
-            let here = prediction.gain_percent.map_or_else(String::new, |gain| format!("; here steps/s {gain:+.2} %"));
-            let _ = write!(
-                table,
-                "<tr class=\"published\"><td colspan=\"6\">published: {}{here}</td></tr>",
-                escape(published)
-            );
+        let published = prediction.published.as_ref();
+        let published = published.map(|published| format!("published: {published}{}", here(prediction)));
+        for line in [Some(&prediction.why), published.as_ref()].into_iter().flatten() {
+            let _ = write!(table, "<tr class=\"why\"><td colspan=\"5\">{}</td></tr>", escape(line));
         }
     }
     table + "</tbody></table>"
@@ -155,7 +152,7 @@ fn predictions(report: &CompareReport) -> String {
 
 fn settings(report: &CompareReport) -> String {
     let [a, b] = report.arms.each_ref().map(|arm| arm.label.as_str());
-    let mut table = head(&["run.toml", a, b]);
+    let mut table = head(&["", a, b]);
     for setting in &report.settings {
         let cells =
             [&setting.field, &setting.a, &setting.b].map(|cell| format!("<td><code>{}</code></td>", escape(cell)));

@@ -2,6 +2,7 @@
 
 use super::report::{CompareReport, Prediction, Quantities, Variation};
 use super::summary::{arm_mean, copies_mean, mean, phase_ms};
+use super::text::with_sign;
 use super::{Block, Measured, stats};
 use crate::data::pack::PackedBatch;
 use crate::tensor::phase::Phase;
@@ -191,16 +192,12 @@ fn beside(name: &str, model: Model, report: &CompareReport) -> Prediction {
     }
 }
 
-/// Why prediction and measurement differ: the phase that took the largest part of the rest.
+/// Why prediction and measurement differ: what became of the phase that the model speaks of, and where the largest part of the rest is.
 fn why(predicted: f64, measured: f64, half: Option<f64>, report: &CompareReport) -> String {
     let off = measured - predicted;
-    if off.abs() <= half.unwrap_or(0.0).max(CLOSE * predicted.abs()) {
+    if off.abs() <= CLOSE * predicted.abs() {
         return "as predicted".into();
     }
-    let phase_of = |arm: usize, phase: Phase| {
-        report.phases[arm].iter().find(|time| time.phase == phase).and_then(|time| time.total_ms()).unwrap_or(0.0)
-    };
-    // The phase that the model speaks of is where its prediction shows; the others are the surprise.
     let explained = match report.variation {
         Variation::Cache | Variation::CacheFused => Some(Phase::Metadata),
         Variation::Buffers | Variation::Offload => Some(Phase::ExposedCopy),
@@ -208,21 +205,29 @@ fn why(predicted: f64, measured: f64, half: Option<f64>, report: &CompareReport)
         Variation::Graphs => Some(Phase::HostWait),
         Variation::Attention | Variation::All => None,
     };
-    let change = |phase: Phase| phase_of(0, phase) - phase_of(1, phase);
+    let change = |phase: Phase| {
+        let of = |arm: usize| report.phases[arm].iter().find(|time| time.phase == phase)?.total_ms();
+        of(0).unwrap_or_default() - of(1).unwrap_or_default()
+    };
     let beside = |phase: Phase| if explained == Some(phase) { change(phase) - predicted } else { change(phase) };
+    let ms = |ms: f64| with_sign(Some(ms), 2);
+    let fell = explained.map_or_else(String::new, |phase| {
+        let as_predicted = if beside(phase).abs() <= CLOSE * predicted.abs() { "as predicted " } else { "" };
+        format!("{} changed {as_predicted}({}); ", phase.name(), ms(change(phase)))
+    });
+    if off.abs() <= half.unwrap_or_default() {
+        return format!("{fell}the step within its interval");
+    }
     let kernels = [Phase::Attention, Phase::Mlp, Phase::Moe, Phase::HeadLoss, Phase::Recompute];
     let in_kernels: f64 = kernels.into_iter().filter(|phase| explained != Some(*phase)).map(beside).sum();
     let others = Phase::ALL.into_iter().filter(|phase| !kernels.contains(phase));
     let parts = others.map(|phase| (phase.name(), beside(phase))).chain([("kernels", in_kernels)]);
     let largest = parts.filter(|(_, part)| part * off > 0.0).max_by(|a, b| a.1.abs().total_cmp(&b.1.abs()));
-    let fell = explained
-        .filter(|phase| beside(*phase).abs() <= CLOSE * predicted.abs())
-        .map_or_else(String::new, |phase| format!("{} changed as predicted ({:+.2}); ", phase.name(), change(phase)));
     match largest {
         Some((name, part)) if part.abs() >= 0.5 * off.abs() => {
-            format!("{fell}{part:+.2} of the {off:+.2} ms beside it are in {name}")
+            format!("{fell}{} of the {} ms beside it are in {name}", ms(part), ms(off))
         }
-        _ => format!("{fell}{off:+.2} ms beside it, in no one phase"),
+        _ => format!("{fell}{} ms beside it, in no one phase", ms(off)),
     }
 }
 
@@ -251,7 +256,7 @@ mod tests {
         // Metadata take 14 ms less, and the kernels 7 ms more.
         let report = measured(Variation::Cache, [(107.0, 1, 2.0), (114.0, 8, 16.0)], None).report();
         let why = &report.predictions[0].why;
-        assert!(why.starts_with("metadata changed as predicted (-14.00); +6.95 of"), "{why}");
+        assert!(why.starts_with("metadata changed as predicted (−14.00); +6.95 of"), "{why}");
         assert!(why.ends_with("ms beside it are in kernels"), "{why}");
     }
 

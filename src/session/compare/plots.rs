@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use super::report::{CompareReport, Difference, Effect};
-use super::text::phases;
+use super::text::{phases, with_sign};
 
 /// Size of the larger plots, in units of their own; the page scales them.
 const WIDTH: f64 = 680.0;
@@ -53,7 +53,7 @@ pub(super) fn phase_class(name: &str) -> String {
 /// The mean step of both arms, a bar of phases each.
 pub(super) fn phase_bars(report: &CompareReport) -> String {
     let longest = report.step_ms[0].max(report.step_ms[1]).max(f64::MIN_POSITIVE);
-    let scale = (WIDTH - 40.0 - RIGHT) / longest;
+    let scale = (WIDTH - 40.0 - 96.0) / longest;
     let mut svg = open(WIDTH, 96.0, "phases of the mean step");
     svg += "<defs><pattern id=\"hatch\" width=\"5\" height=\"5\" patternUnits=\"userSpaceOnUse\" patternTransform=\"rotate(45)\">\
             <line class=\"hatch\" x1=\"0\" x2=\"0\" y1=\"0\" y2=\"5\"/></pattern></defs>";
@@ -165,13 +165,14 @@ pub(super) fn pairs(report: &CompareReport) -> String {
     for (at, ms) in differences.ms.iter().enumerate() {
         draw!(
             svg,
-            "<circle class=\"point\" cx=\"{:.2}\" cy=\"{:.2}\" r=\"3.5\"><title>pair {}: {ms:+.3} ms</title></circle>",
+            "<circle class=\"point\" cx=\"{:.2}\" cy=\"{:.2}\" r=\"3.5\"><title>pair {}: {} ms</title></circle>",
             axes.x(at),
             axes.y(*ms),
-            at + 1
+            at + 1,
+            with_sign(Some(*ms), 3)
         );
     }
-    let mean = differences.mean_ms;
-    draw!(svg, "<text class=\"value\" x=\"{}\" y=\"{:.2}\">{mean:+.2}</text>", WIDTH - RIGHT + 8.0, y + 4.0);
+    let mean = with_sign(Some(differences.mean_ms), 2);
+    draw!(svg, "<text class=\"value\" x=\"{}\" y=\"{:.2}\">{mean}</text>", WIDTH - RIGHT + 8.0, y + 4.0);
     svg + "</svg>"
 }

@@ -1,7 +1,7 @@
 //! From measured blocks to a report: means, paired differences, parity.
 
 use super::report::{Better, CompareReport, Difference, PairDifferences, Parity};
-use super::{Block, Measured, arms, models, stats, verdict};
+use super::{Block, Measured, arms, models, stats, text, verdict};
 use crate::base::units;
 use crate::tensor::phase::{Phase, PhaseTime};
 use crate::train::report::{CopyReport, StepReport};
@@ -126,9 +126,9 @@ impl Measured<'_> {
         let batches: usize = steps.iter().map(Vec::len).sum();
         let tokens: usize = steps.iter().flatten().map(|batch| batch.input_ids.len()).sum();
         format!(
-            "{} tokens a step in {} micro-batches on average · same weights, same batches, same seed",
+            "{} tokens a step in {} · same weights, same batches, same seed",
             units::count((tokens as f64 / steps.len() as f64).round() as u64),
-            (10.0 * batches as f64 / steps.len() as f64).round() / 10.0
+            text::micro_batches(batches as f64 / steps.len() as f64)
         )
     }
 

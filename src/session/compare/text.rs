@@ -34,7 +34,7 @@ fn write(out: &mut String, report: &CompareReport) -> std::fmt::Result {
     }
     writeln!(out, "\n{:<24}{:>12}{:>12}{:>12}", "phase, ms", "A", "B", "A − B")?;
     for (name, [a, b]) in phases(report) {
-        let difference = a.zip(b).map_or_else(|| NOT_MEASURED.into(), |(a, b)| format!("{:+.3}", a - b));
+        let difference = with_sign(a.zip(b).map(|(a, b)| a - b), 3);
         writeln!(out, "{name:<24}{:>12}{:>12}{difference:>12}", ms(a, 3), ms(b, 3))?;
     }
     writeln!(out, "\npredicted against measured, A − B in ms ({})", quantities(&report.quantities))?;
@@ -44,14 +44,13 @@ fn write(out: &mut String, report: &CompareReport) -> std::fmt::Result {
             "{:<36}{:<40}{:>10}{:>10} {:<9} {}",
             prediction.name,
             prediction.formula,
-            prediction.predicted_ms.map_or_else(|| NOT_MEASURED.into(), |ms| format!("{ms:+.2}")),
-            prediction.measured_ms.map_or_else(|| NOT_MEASURED.into(), |ms| format!("{ms:+.2}")),
+            with_sign(prediction.predicted_ms, 2),
+            with_sign(prediction.measured_ms, 2),
             half_interval(prediction),
             prediction.why
         )?;
         if let Some(published) = &prediction.published {
-            let here = prediction.gain_percent.map_or_else(String::new, |gain| format!("; here steps/s {gain:+.2} %"));
-            writeln!(out, "    published: {published}{here}")?;
+            writeln!(out, "    published: {published}{}", here(prediction))?;
         }
     }
     writeln!(out, "\nsettings that differ")?;
@@ -91,7 +90,15 @@ pub(super) fn value(row: &Difference, value: Option<f64>) -> String {
 
 /// As [`value`], with its sign.
 pub(super) fn signed(row: &Difference, value: Option<f64>) -> String {
-    value.map_or_else(|| NOT_MEASURED.into(), |value| format!("{value:+.*}", row.decimals))
+    with_sign(value, row.decimals)
+}
+
+/// A difference with its sign; what rounds to nothing has none.
+pub(super) fn with_sign(value: Option<f64>, decimals: usize) -> String {
+    let Some(value) = value else { return NOT_MEASURED.into() };
+    let text = format!("{value:+.decimals$}");
+    let is_zero = text.chars().all(|c| matches!(c, '+' | '-' | '0' | '.'));
+    if is_zero { text[1..].to_owned() } else { text.replace('-', "−") }
 }
 
 /// The interval of a row in words.
@@ -105,7 +112,13 @@ pub(super) fn interval(row: &Difference) -> String {
 
 /// The ratio of a row in percent.
 pub(super) fn percent(row: &Difference) -> String {
-    row.percent.map_or_else(|| NOT_MEASURED.into(), |percent| format!("{percent:+.1}"))
+    with_sign(row.percent, 1)
+}
+
+/// What is to be set beside a published gain.
+pub(super) fn here(prediction: &Prediction) -> String {
+    let gain = prediction.gain_percent.map(|gain| with_sign(Some(gain), 2));
+    gain.map_or_else(String::new, |gain| format!("; here steps/s {gain} %"))
 }
 
 /// `±0.9`, or nothing.
@@ -123,6 +136,12 @@ pub(super) fn phases(report: &CompareReport) -> Vec<(&'static str, [Option<f64>;
     let all = Phase::ALL.into_iter().map(|phase| (phase.name(), [of(0, phase), of(1, phase)]));
     let known = all.filter(|(_, times)| times.iter().flatten().any(|ms| *ms > 0.0));
     known.chain([("not attributed", report.not_attributed_ms.map(Some))]).collect()
+}
+
+/// `2 micro-batches`, with a decimal where their number varies.
+pub(super) fn micro_batches(num: f64) -> String {
+    let decimals = usize::from(num.fract() != 0.0);
+    format!("{num:.decimals$} micro-batch{}", if num == 1.0 { "" } else { "es" })
 }
 
 /// The run's own numbers in a line.

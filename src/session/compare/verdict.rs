@@ -22,8 +22,14 @@ pub(super) fn verdict(report: &CompareReport) -> Verdict {
         (VerdictKind::ResultsDiffer, sentence.to_owned())
     } else {
         let (kind, speed) = speed(report);
-        let memory = memory(report).map_or_else(String::new, |memory| format!(", {memory}"));
-        (kind, format!("{speed}{memory}, and {}.", learning(&report.parity)))
+        let learning = learning(&report.parity);
+        let rest = match (kind, memory(report)) {
+            (VerdictKind::NoDifference, Some(memory)) => format!("; on {memory} and {learning}"),
+            (VerdictKind::NoDifference, None) => format!("; on {learning}"),
+            (_, Some(memory)) => format!(", {memory}, and {learning}"),
+            (_, None) => format!(" and {learning}"),
+        };
+        (kind, format!("{speed}{rest}."))
     };
     Verdict { kind, sentence, detail: format!("{} {}", times(report), results(&report.parity)) }
 }
@@ -35,8 +41,12 @@ fn speed(report: &CompareReport) -> (VerdictKind, String) {
         Some([low, _]) if low > 0.0 => {
             (VerdictKind::Slower, format!("Slower here: on is {}", times_as(a / b, "slow", "slower")))
         }
-        Some(_) => (VerdictKind::NoDifference, "No measurable difference: on is as fast as off".into()),
-        None => (VerdictKind::NoDifference, "No measurable difference yet: one pair cannot tell it from chance".into()),
+        Some([low, high]) => {
+            let (shorter, longer) = (-100.0 * low / b, 100.0 * high / b);
+            let range = format!("a step is between {shorter:.1} % shorter and {longer:.1} % longer");
+            (VerdictKind::NoDifference, format!("No measurable difference: {range}"))
+        }
+        None => (VerdictKind::NoDifference, "No measurable difference: one pair cannot tell it from chance".into()),
     }
 }
 
@@ -62,12 +72,13 @@ fn learning(parity: &Parity) -> &'static str {
 
 fn times(report: &CompareReport) -> String {
     let mean = report.pair_differences.mean_ms;
-    let word = if mean < 0.0 { "less" } else { "more" };
-    let interval = report.pair_differences.interval_ms.map_or_else(String::new, |[low, high]| {
-        let (low, high) = if mean < 0.0 { (-high, -low) } else { (low, high) };
-        format!(" (95 % interval {} to {})", ms(low), ms(high))
-    });
-    format!("{} ms {word} a step{interval}.", ms(mean.abs()))
+    let interval = |low, high| format!(" (95 % interval {} to {})", ms(low), ms(high));
+    match report.pair_differences.interval_ms {
+        Some([low, high]) if high < 0.0 => format!("{} ms less a step{}.", ms(-mean), interval(-high, -low)),
+        Some([low, high]) if low > 0.0 => format!("{} ms more a step{}.", ms(mean), interval(low, high)),
+        Some([low, high]) => format!("On takes {} ms a step more than off{}.", ms(mean), interval(low, high)),
+        None => format!("On takes {} ms a step more than off.", ms(mean)),
+    }
 }
 
 /// With as many decimals as its size bears.
@@ -77,7 +88,7 @@ fn ms(ms: f64) -> String {
         size if size >= 1.0 => 2,
         _ => 4,
     };
-    format!("{ms:.decimals$}")
+    format!("{ms:.decimals$}").replace('-', "−")
 }
 
 fn results(parity: &Parity) -> String {
@@ -114,10 +125,18 @@ mod tests {
         assert!(faster.detail.starts_with("360 ms less a step (95 % interval 356 to 365)."), "{}", faster.detail);
         let slower = with(&[20.0, 21.0, 22.0], [gib, gib]);
         assert_eq!(slower.kind, VerdictKind::Slower);
-        assert_eq!(slower.sentence, "Slower here: on is 2.0 % slower, and learns the same.");
+        assert_eq!(slower.sentence, "Slower here: on is 2.0 % slower and learns the same.");
         let neither = with(&[-1.0, 1.5, -0.5], [gib, gib]);
         assert_eq!(neither.kind, VerdictKind::NoDifference);
-        assert_eq!(neither.sentence, "No measurable difference: on is as fast as off, and learns the same.");
+        assert_eq!(
+            neither.sentence,
+            "No measurable difference: a step is between 0.3 % shorter and 0.3 % longer; on learns the same."
+        );
+        assert!(
+            neither.detail.starts_with("On takes 0.0000 ms a step more than off (95 % interval "),
+            "{}",
+            neither.detail
+        );
         assert_eq!(with(&[-300.0], [gib, gib]).kind, VerdictKind::NoDifference, "one pair tells nothing");
     }
 
