@@ -90,7 +90,7 @@ fn head(columns: &[&str]) -> String {
 
 fn differences(report: &CompareReport) -> String {
     let [a, b] = report.arms.each_ref().map(|arm| arm.label.as_str());
-    let mut table = head(&["", a, b, "A − B", "95 % interval", "%", "−100 · 0 · +100 %"]);
+    let mut table = head(&["", a, b, "A − B", "95 % interval", "%", "±100 %"]);
     for row in &report.rows {
         let class = match row.effect() {
             Effect::Gain => " class=\"gain\"",

@@ -76,8 +76,8 @@ fn times(report: &CompareReport) -> String {
     match report.pair_differences.interval_ms {
         Some([low, high]) if high < 0.0 => format!("{} ms less a step{}.", ms(-mean), interval(-high, -low)),
         Some([low, high]) if low > 0.0 => format!("{} ms more a step{}.", ms(mean), interval(low, high)),
-        Some([low, high]) => format!("On takes {} ms a step more than off{}.", ms(mean), interval(low, high)),
-        None => format!("On takes {} ms a step more than off.", ms(mean)),
+        Some([low, high]) => format!("A − B is {} ms a step{}.", ms(mean), interval(low, high)),
+        None => format!("A − B is {} ms a step.", ms(mean)),
     }
 }
 
@@ -132,11 +132,7 @@ mod tests {
             neither.sentence,
             "No measurable difference: a step is between 0.3 % shorter and 0.3 % longer; on learns the same."
         );
-        assert!(
-            neither.detail.starts_with("On takes 0.0000 ms a step more than off (95 % interval "),
-            "{}",
-            neither.detail
-        );
+        assert!(neither.detail.starts_with("A − B is 0.0000 ms a step (95 % interval "), "{}", neither.detail);
         assert_eq!(with(&[-300.0], [gib, gib]).kind, VerdictKind::NoDifference, "one pair tells nothing");
     }
 
