@@ -32,7 +32,7 @@ enum Command {
     #[command(subcommand)]
     Data(Box<data::DataCommand>),
     /// Measure how fast this machine trains models of known shapes.
-    Bench(bench::BenchArgs),
+    Bench(Box<bench::BenchArgs>),
     /// Compare optimizations on against off, in pairs of blocks from the same state.
     Compare(Box<compare::CompareArgs>),
     /// List the runs on this machine.

@@ -6,7 +6,6 @@ use std::path::Path;
 use std::str::FromStr;
 
 use serde::Serialize;
-use serde_json::{Value, json};
 
 use crate::base::error::Result;
 use crate::base::files;
@@ -59,7 +58,24 @@ struct Event {
     dur: Option<f64>,
     pid: usize,
     tid: usize,
-    args: Value,
+    args: Args,
+}
+
+/// What an event says beside its times.
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+enum Args {
+    Name { name: String },
+    SortIndex { sort_index: usize },
+    Span { pass: &'static str, layer: Option<u32>, step: u64 },
+}
+
+/// The whole file.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct File {
+    display_time_unit: &'static str,
+    trace_events: Vec<Event>,
 }
 
 impl Trace {
@@ -96,17 +112,17 @@ impl Trace {
     /// # Errors
     /// When it cannot be written.
     pub fn write(&self, path: &Path) -> Result<()> {
-        let trace = json!({ "displayTimeUnit": "ms", "traceEvents": self.events() });
+        let trace = File { display_time_unit: "ms", trace_events: self.events() };
         files::write_atomic(path, |out| Ok(serde_json::to_writer(out, &trace)?))
     }
 
     fn events(&self) -> Vec<Event> {
         let mut events = Vec::new();
         for (pid, (name, steps)) in (1..).zip(&self.processes) {
-            events.push(metadata(pid, 0, "process_name", json!({ "name": name })));
+            events.push(metadata(pid, 0, "process_name", Args::Name { name: name.clone() }));
             for (tid, (_, lane)) in (1..).zip(LANES) {
-                events.push(metadata(pid, tid, "thread_name", json!({ "name": lane })));
-                events.push(metadata(pid, tid, "thread_sort_index", json!({ "sort_index": tid })));
+                events.push(metadata(pid, tid, "thread_name", Args::Name { name: lane.into() }));
+                events.push(metadata(pid, tid, "thread_sort_index", Args::SortIndex { sort_index: tid }));
             }
             // Each step begins where the one before it ends.
             let mut start_ms = 0.0;
@@ -129,7 +145,7 @@ const LANES: [(LaneKind, &str); 4] = [
     (LaneKind::Host, "host"),
 ];
 
-fn metadata(pid: usize, tid: usize, name: &str, args: Value) -> Event {
+fn metadata(pid: usize, tid: usize, name: &str, args: Args) -> Event {
     Event { name: name.into(), cat: "__metadata", ph: "M", ts: 0.0, dur: None, pid, tid, args }
 }
 
@@ -149,12 +165,14 @@ fn complete(pid: usize, step: u64, step_start_ms: f64, span: &Span) -> Event {
         dur: Some(1e3 * (end_ms - start_ms).max(0.0)),
         pid,
         tid: 1 + LANES.iter().position(|(known, _)| *known == lane).unwrap_or(0),
-        args: json!({ "pass": pass, "layer": layer, "step": step }),
+        args: Args::Span { pass, layer, step },
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use serde_json::{Value, json};
+
     use super::*;
     use crate::tensor::memory::MemoryReport;
     use crate::tensor::phase::Phase;

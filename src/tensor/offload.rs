@@ -257,8 +257,11 @@ impl CpuLanes {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ops::testing::cpu;
-    use crate::tensor::MemoryCategory;
+    use crate::tensor::{MemoryCategory, Precision};
+
+    fn cpu(threads: usize) -> Device {
+        Device::cpu(threads, Precision::F32).unwrap()
+    }
 
     fn tensor(device: &Device, value: f32) -> Tensor {
         device.tensor(MemoryCategory::Activations, &[2, 3], vec![value; 6])

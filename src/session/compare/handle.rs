@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
@@ -44,10 +44,7 @@ impl CompareHandle {
 
     /// Takes the next event, waiting for it at most for `patience`; `None` when none came.
     pub fn next_event(&self, patience: Duration) -> Option<CompareEvent> {
-        match self.events.as_ref()?.recv_timeout(patience) {
-            Ok(event) => Some(event),
-            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => None,
-        }
+        self.events.as_ref()?.recv_timeout(patience).ok()
     }
 
     /// Whether the comparison's thread has ended; its last events may still wait to be drained.
