@@ -5,7 +5,7 @@ use super::projection::{Linear, Projection};
 use super::{Context, Keep};
 use crate::ops::swiglu;
 use crate::ops::swiglu_lora::{self, Adapters, Gradients};
-use crate::tensor::{Tensor, View, ViewMut};
+use crate::tensor::{Tensor, View};
 
 /// The gated MLP of one block.
 #[derive(Debug, Clone)]
@@ -49,8 +49,10 @@ impl Mlp {
         self.gate_up_proj.forward(ctx, h, None, gate_up.first_columns_mut(2 * inner));
         // Its backward pass makes act and its z again by the way.
         let at_once = self.adapters_at_once(ctx).is_some();
+        let longest = keep == Keep::Longest;
         if at_once && matches!(output, Output::Skip) {
-            return MlpSaved { gate_up, act: None, z: [None, None] };
+            let z = longest.then(|| self.gate_up_proj.saved_z(ctx, h)).flatten();
+            return MlpSaved { gate_up, act: None, z: [z, None] };
         }
         let mut act = ctx.scratch(&self.down_proj.input_shape(ctx.device, rows));
         swiglu::forward(ctx.device, gate_up.first_columns(2 * inner), act.first_columns_mut(inner));
@@ -58,7 +60,6 @@ impl Mlp {
             Output::Write { residual, y } => self.down_proj.forward(ctx, &mut act, Some(residual.view()), y),
             Output::Skip => self.down_proj.fill_z(ctx, &mut act),
         }
-        let longest = keep == Keep::Longest;
         let z = [
             longest.then(|| self.gate_up_proj.saved_z(ctx, h)).flatten(),
             (longest && !at_once).then(|| self.down_proj.saved_z(ctx, &act)).flatten(),
@@ -66,24 +67,28 @@ impl Mlp {
         MlpSaved { gate_up, act: (keep == Keep::Inputs && !at_once).then_some(act), z }
     }
 
-    /// Backward of [`Mlp::forward`]: assigns `dh` [T, hidden] from `dy` [T, hidden], which has room for adapters
-    /// ([`Projection::output_shape`]). `h` is [T, ≥hidden], with z behind it where it was kept.
-    pub fn backward(
+    /// Backward of [`Mlp::forward`]: the gradient of `h` [T, hidden] from `dy` [T, hidden], which has room for adapters
+    /// ([`Projection::output_shape`]). `h` gives [T, ≥hidden], with z behind it where it was kept; it is asked as late as can be, when most of what
+    /// this works with is done with.
+    pub fn backward<'a>(
         &self,
         ctx: &Context<'_>,
         grads: &mut Grads,
         saved: MlpSaved,
-        h: &Tensor,
+        h: &dyn Fn() -> &'a Tensor,
         dy: &mut Tensor,
-        dh: ViewMut<'_>,
-    ) {
+    ) -> Tensor {
         let MlpSaved { mut gate_up, act, z: [z_gate_up, z_down] } = saved;
-        let x = h.first_columns(self.gate_up_proj.in_features);
-        let z_gate_up = z_gate_up.as_ref().map(Tensor::view).or_else(|| self.gate_up_proj.z(h));
+        let rows = gate_up.rows();
+        let x = || h().first_columns(self.gate_up_proj.in_features);
+        let dh = || ctx.scratch(&[rows, self.gate_up_proj.in_features]);
+        let z_gate_up = z_gate_up.as_ref().map(Tensor::view).or_else(|| self.gate_up_proj.z(h()));
         if let Some((b, z)) = self.adapters_at_once(ctx).zip(z_gate_up) {
             self.backward_at_once(ctx, grads, b, z, &mut gate_up, dy);
-            self.gate_up_proj.a_gradients(ctx, grads, x, &gate_up);
-            return self.gate_up_proj.input_gradient(ctx, &gate_up, dh);
+            self.gate_up_proj.a_gradients(ctx, grads, x(), &gate_up);
+            let mut dh = dh();
+            self.gate_up_proj.input_gradient(ctx, &gate_up, dh.view_mut());
+            return dh;
         }
         let inner = self.down_proj.in_features;
         let act = act.unwrap_or_else(|| {
@@ -98,7 +103,9 @@ impl Mlp {
         drop(act);
         swiglu::backward_in_place(ctx.device, &d_act, gate_up.first_columns_mut(2 * inner));
         drop(d_act);
-        self.gate_up_proj.backward(ctx, grads, x, z_gate_up, &mut gate_up, Some(dh));
+        let mut dh = dh();
+        self.gate_up_proj.backward(ctx, grads, x(), z_gate_up, &mut gate_up, Some(dh.view_mut()));
+        dh
     }
 
     /// The backward pass down to the gradient of gate and up, with dz behind it, in place of `gate_up`: all that reads as many values as gate and

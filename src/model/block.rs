@@ -1,5 +1,7 @@
 //! One transformer block: `x + attention(norm(x))`, then `+ mlp(norm(·))`.
 
+use std::cell::OnceCell;
+
 use crate::layers::attention::{Attention, AttentionSaved, Sequences};
 use crate::layers::mlp::{Mlp, MlpSaved, Output};
 use crate::layers::norm::RmsNorm;
@@ -67,10 +69,10 @@ impl Block {
         (out, keep.then_some(saved))
     }
 
-    /// What [`Block::forward`] keeps, computed again. The last product of the MLP feeds only the output, so it is left out; the backward pass
-    /// follows at once, so what it would have to make again is kept.
-    pub fn recompute(&self, ctx: &Context<'_>, sequences: Sequences<'_>, x: &Tensor) -> BlockSaved {
-        self.run(ctx, sequences, x, None, Keep::Inputs)
+    /// What [`Block::forward`] keeps, computed again. The last product of the MLP feeds only the output, so it is left out. The backward pass
+    /// follows at once, so what it would have to make again may be kept ([`Keep::Inputs`]), which takes two activations more.
+    pub fn recompute(&self, ctx: &Context<'_>, sequences: Sequences<'_>, x: &Tensor, keep: Keep) -> BlockSaved {
+        self.run(ctx, sequences, x, None, keep)
     }
 
     fn run(
@@ -123,11 +125,11 @@ impl Block {
         let phase = clock.enter(Phase::Mlp, Pass::Backward, Some(self.index));
         // What the projections read is not kept in a long run: a norm is one pass over memory to make again.
         let norm = &self.post_attention_layernorm;
-        let mlp_in = mlp_in.unwrap_or_else(|| normed(ctx, norm, &self.mlp.gate_up_proj, &middle));
-        let mut dh = ctx.scratch(x.shape());
-        self.mlp.backward(ctx, grads, mlp, &mlp_in.h, dx, dh.view_mut());
-        norm.backward(ctx, grads, &middle, &mlp_in.rstd, &dh, true, dx.first_columns_mut(hidden));
-        drop((mlp_in, middle, phase));
+        let kept = mlp_in.map_or_else(OnceCell::new, OnceCell::from);
+        let mlp_in = || kept.get_or_init(|| normed(ctx, norm, &self.mlp.gate_up_proj, &middle));
+        let mut dh = self.mlp.backward(ctx, grads, mlp, &|| &mlp_in().h, dx);
+        norm.backward(ctx, grads, &middle, &mlp_in().rstd, &dh, true, dx.first_columns_mut(hidden));
+        drop((kept, middle, phase));
 
         let _phase = clock.enter(Phase::Attention, Pass::Backward, Some(self.index));
         let norm = &self.input_layernorm;

@@ -180,26 +180,20 @@ impl Offload {
         Ok(())
     }
 
-    /// Device buffers of `shape` for what comes back.
-    fn device_buffers(&mut self, device: &Device, shape: &[usize]) -> Vec<Tensor> {
+    /// The second device buffer of `shape` for what comes back, where there are two.
+    fn second_buffer(&mut self, device: &Device, shape: &[usize]) -> Option<Tensor> {
         let bytes = (shape.iter().product::<usize>() * device.dtype().num_bytes()) as u64;
         let (wanted, why) = self.buffers.take().unwrap_or_else(|| self.choose_buffers(device, bytes));
-        let mut buffers = vec![device.empty(MemoryCategory::OffloadBuffers, shape)];
         self.buffers = Some((wanted, why));
-        if wanted == 2 {
-            let second =
-                if self.faults.second_buffer { None } else { device.try_empty(MemoryCategory::OffloadBuffers, shape) };
-            match second {
-                Some(second) => buffers.push(second),
-                None => {
-                    self.drop_second_buffer(format!(
-                        "there is no memory for a second buffer of {}",
-                        units::bytes(bytes)
-                    ));
-                }
-            }
+        if wanted < 2 {
+            return None;
         }
-        buffers
+        let refused = self.faults.second_buffer;
+        let second = (!refused).then(|| device.try_empty(MemoryCategory::OffloadBuffers, shape)).flatten();
+        if second.is_none() {
+            self.drop_second_buffer(format!("there is no memory for a second buffer of {}", units::bytes(bytes)));
+        }
+        second
     }
 
     fn choose_buffers(&self, device: &Device, bytes: u64) -> (usize, String) {
@@ -272,9 +266,10 @@ impl<'a> Travel<'a> {
         });
     }
 
-    /// The backward pass begins, over inputs of `shape`.
+    /// The backward pass begins, over inputs of `shape`. The first buffer is the input of the last block, when that block is done; with a second one
+    /// the first copy starts now.
     pub(super) fn return_into(&mut self, shape: &[usize]) {
-        self.free = self.offload.device_buffers(self.device, shape);
+        self.free.extend(self.offload.second_buffer(self.device, shape));
         self.reload();
     }
 

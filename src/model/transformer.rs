@@ -21,7 +21,7 @@ use crate::base::rng::{Philox, unit_f32};
 use crate::layers::embedding::Embedding;
 use crate::layers::head::{Head, Supervised};
 use crate::layers::parameter::{Grads, ParamId, Params};
-use crate::layers::{Context, DropoutState};
+use crate::layers::{Context, DropoutState, Keep};
 use crate::ops::cross_entropy::LossSum;
 use crate::ops::rope::RopeTable;
 use crate::tensor::phase::{Pass, Phase};
@@ -361,28 +361,27 @@ impl Transformer {
         if let Some(travel) = &mut travel {
             travel.return_into(&[batch.total_tokens(), self.config.hidden_size]);
         }
+        // Who offloads is short of memory.
+        let keep = if travel.is_some() { Keep::Longest } else { Keep::Inputs };
         let first = self.first_trained_block();
         let embedding_trains = self.params.is_trainable(self.embed_tokens.weight);
         for (block, Kept { x, saved }) in self.blocks[first..].iter().zip(kept).rev() {
             if stopped() {
                 return None;
             }
-            let (x, carrier) = match x {
-                Input::Here(x) => (x, None),
-                Input::Away => {
-                    let carrier = travel.as_deref_mut()?;
-                    (carrier.arrive(block.index as usize)?, Some(carrier))
-                }
+            let x = match x {
+                Input::Here(x) => x,
+                Input::Away => travel.as_mut()?.arrive(block.index as usize)?,
             };
             let (saved, metadata) = saved.unwrap_or_else(|| {
                 let metadata = metadata(block, Pass::Backward);
                 let _phase = self.device.clock().enter(Phase::Recompute, Pass::Backward, Some(block.index));
-                (block.recompute(ctx, metadata.sequences(batch), &x), metadata)
+                (block.recompute(ctx, metadata.sequences(batch), &x, keep), metadata)
             });
             let need_dx = embedding_trains || block.index as usize > first;
             block.backward(ctx, grads, metadata.sequences(batch), &x, saved, dx, need_dx);
-            if let Some(carrier) = carrier {
-                carrier.done(x);
+            if let Some(travel) = &mut travel {
+                travel.done(x);
             }
         }
         Some(())
