@@ -98,12 +98,12 @@ pub fn choices(
             },
             Optimization::KeepActivations => {
                 let on = switches.activations == Activations::Keep;
-                (on, true, activations_why.unwrap_or("switched by you").to_owned())
+                (on, true, activations_why.unwrap_or("as set").to_owned())
             }
             Optimization::ActivationOffload if switches.activations == Activations::Offload => match &offload {
                 OffloadState { refused: Some(why), .. } => (false, true, why.clone()),
                 OffloadState { fallback: Some(why), .. } => (true, true, why.clone()),
-                _ => (true, true, activations_why.unwrap_or("switched by you").to_owned()),
+                _ => (true, true, activations_why.unwrap_or("as set").to_owned()),
             },
             Optimization::ActivationOffload if !on_gpu => (
                 false,
