@@ -4,6 +4,8 @@
 
 #[path = "gui/fixture.rs"]
 mod fixture;
+#[path = "gui/live.rs"]
+mod live;
 #[path = "gui/setup.rs"]
 mod setup;
 mod support;
@@ -137,19 +139,6 @@ fn live_shows_where_time_and_memory_go() {
 }
 
 #[test]
-fn the_tiles_of_live_lie_side_by_side() {
-    let harness = with_run(fixture::run(37));
-    let at = |tile: &str| harness.get_by_role_and_label(Role::Heading, tile).rect();
-    let (loss, anatomy, memory, log) = (at("Loss"), at("Step anatomy"), at("Memory"), at("Log"));
-    assert!(loss.width() > 20.0 && anatomy.width() > 60.0 && memory.width() > 30.0 && log.width() > 15.0);
-    assert_eq!((loss.top(), memory.top()), (anatomy.top(), log.top()));
-    assert_eq!((loss.left(), anatomy.left()), (memory.left(), log.left()));
-    assert!(anatomy.left() > 700.0 && memory.top() > 450.0);
-    let bars = harness.get_by_role_and_label(Role::Image, "Milliseconds of steps 1 to 37 by phase").rect();
-    assert!(bars.left() > 700.0 && bars.width() > 150.0, "{bars:?}");
-}
-
-#[test]
 fn arrow_keys_move_a_segmented_choice() {
     let mut harness = with_run(fixture::run(12));
     harness.get_by_role_and_label(Role::RadioButton, "step").focus();
@@ -243,9 +232,11 @@ fn menus_hold_the_commands_with_their_shortcuts() {
 #[test]
 fn every_screen_draws_in_both_themes_and_small_windows() {
     for theme in [egui::Theme::Dark, egui::Theme::Light] {
-        for size in [[1440.0, 900.0], [1280.0, 720.0], [960.0, 600.0]] {
+        for size in [[1440.0, 900.0], [1280.0, 720.0], [1024.0, 700.0], [960.0, 600.0]] {
             let mut harness = build(builder().with_size(size).with_theme(theme));
             for steps in [0, 1, 2, 60] {
+                app(&mut harness).show_run(PathBuf::from("/runs/한국어"), fixture::offload::run(steps));
+                harness.run_steps(2);
                 app(&mut harness).show_run(PathBuf::from("/runs/한국어"), fixture::run(steps));
                 harness.run_steps(2);
                 harness.hover_at(egui::pos2(size[0] * 0.3, size[1] * 0.3));

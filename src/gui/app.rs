@@ -260,12 +260,17 @@ impl TandemApp {
     fn fulfil(&mut self, request: Request, ctx: &Context) {
         match request {
             Request::Do(action) => self.perform(action, ctx),
-            Request::StartRun(config) => self.start(*config, ctx),
+            Request::StartRun(config) => self.start_run(*config, ctx),
             Request::OpenRun(folder) => self.open_run(folder, ctx),
             Request::SetUp(path) => self.set_up(&path),
             Request::StopRun => {
                 if let Some(run) = &self.active {
                     run.send(Command::Stop);
+                }
+            }
+            Request::Switch { optimization, on } => {
+                if let Some(run) = &self.active {
+                    run.send(Command::Switch { optimization, on });
                 }
             }
             Request::Say(text) => self.toasts.say(text),
@@ -349,7 +354,8 @@ impl TandemApp {
         }
     }
 
-    fn start(&mut self, config: RunConfig, ctx: &Context) {
+    /// Starts a run and shows it, unless one trains already.
+    pub fn start_run(&mut self, config: RunConfig, ctx: &Context) {
         if self.active.as_ref().is_some_and(CurrentRun::has_thread) {
             self.toasts.complain("A run is training; stop it before you start another.".into());
             return;

@@ -108,6 +108,8 @@ pub enum RunEvent {
     },
     /// Which optimizations are on, and why: when training begins, and whenever that changes.
     Choices {
+        /// First step that runs with them.
+        step: u64,
         /// All of them.
         choices: Vec<Choice>,
     },

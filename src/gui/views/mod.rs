@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use super::actions::Action;
 use super::probe::Probe;
+use crate::session::Optimization;
 use crate::session::config::RunConfig;
 use crate::session::machine::Machine;
 use crate::session::runtime::Waker;
@@ -41,6 +42,13 @@ pub enum Request {
     SetUp(PathBuf),
     /// Save and end the run that trains.
     StopRun,
+    /// Switch an optimization of the run that trains, between two steps.
+    Switch {
+        /// Which one.
+        optimization: Optimization,
+        /// On or off.
+        on: bool,
+    },
     /// Tell the user something in passing.
     Say(String),
     /// Tell the user what went wrong; stays until dismissed.

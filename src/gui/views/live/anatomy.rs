@@ -4,6 +4,7 @@ use egui::accesskit::Role;
 use egui::{Align2, Painter, Rect, Sense, Stroke, Ui, WidgetInfo, lerp, pos2, vec2};
 
 use super::loss::step_point;
+use super::marks::{self, Mark};
 use super::series::{decimals, ticks};
 use crate::base::units;
 use crate::gui::theme::Theme;
@@ -44,7 +45,15 @@ struct Times {
 
 impl AnatomyTile {
     /// Draws the tile. `marked` is the step under the pointer in the last frame; `hovered` gets this frame's.
-    pub fn show(&mut self, ui: &mut Ui, rect: Rect, view: &RunView, marked: Option<u64>, hovered: &mut Option<u64>) {
+    pub fn show(
+        &mut self,
+        ui: &mut Ui,
+        rect: Rect,
+        view: &RunView,
+        marks: &[Mark],
+        marked: Option<u64>,
+        hovered: &mut Option<u64>,
+    ) {
         let mut choice = self.choice;
         Tile::new("Step anatomy").show(
             ui,
@@ -57,7 +66,7 @@ impl AnatomyTile {
                 let area = ui.max_rect();
                 let table_width = (area.width() * 0.54).clamp(250.0, 330.0);
                 let chart = area.with_max_x(area.right() - table_width - 20.0);
-                bars(ui, chart, self.choice, view, marked, hovered);
+                bars(ui, chart, self.choice, view, marks, marked, hovered);
                 let table_rect = area.with_min_x(area.right() - table_width);
                 let marked = marked.and_then(|step| step_point(view, step));
                 let (title, times) = match (self.choice, marked, view.last_step()) {
@@ -143,7 +152,15 @@ fn columns(view: &RunView, choice: Choice, width: f32) -> Vec<Column> {
         .collect()
 }
 
-fn bars(ui: &mut Ui, area: Rect, choice: Choice, view: &RunView, marked: Option<u64>, hovered: &mut Option<u64>) {
+fn bars(
+    ui: &mut Ui,
+    area: Rect,
+    choice: Choice,
+    view: &RunView,
+    marks: &[Mark],
+    marked: Option<u64>,
+    hovered: &mut Option<u64>,
+) {
     let theme = Theme::of(ui);
     let plot = Rect::from_min_max(area.min + vec2(44.0, 18.0), pos2(area.right() - 34.0, area.bottom() - 20.0));
     let columns = columns(view, choice, plot.width());
@@ -152,14 +169,14 @@ fn bars(ui: &mut Ui, area: Rect, choice: Choice, view: &RunView, marked: Option<
     let (max, num_taller) = axis(&totals);
     let painter = ui.painter();
     let y_of = |ms: f64| lerp(plot.bottom()..=plot.top(), (ms / max) as f32);
-    let marks = ticks(0.0, max, (plot.height() / 48.0).clamp(2.0, 6.0) as usize);
+    let levels = ticks(0.0, max, (plot.height() / 48.0).clamp(2.0, 6.0) as usize);
     // Long steps have their axis in seconds.
     let (unit, name) = if max >= 10_000.0 { (1e3, "s") } else { (1.0, "ms") };
-    let digits = decimals(&marks.iter().map(|mark| mark / unit).collect::<Vec<f64>>());
-    for mark in &marks {
-        let y = painter.round_to_pixel_center(y_of(*mark));
+    let digits = decimals(&levels.iter().map(|level| level / unit).collect::<Vec<f64>>());
+    for level in &levels {
+        let y = painter.round_to_pixel_center(y_of(*level));
         painter.hline(plot.x_range(), y, Stroke::new(1.0, theme.grid));
-        let figure = figures::grouped(*mark / unit, digits);
+        let figure = figures::grouped(*level / unit, digits);
         text(painter, pos2(plot.left() - 8.0, y), Align2::RIGHT_CENTER, &figure, fonts::small(), theme.t3, 44.0);
     }
     text(
@@ -183,6 +200,7 @@ fn bars(ui: &mut Ui, area: Rect, choice: Choice, view: &RunView, marked: Option<
         text(painter, at, Align2::RIGHT_CENTER, &words, fonts::small(), theme.t3, 80.0);
     }
     rule(painter, plot.x_range(), plot.bottom() + 0.5, theme.line2);
+    switch_marks(painter, theme, area.with_min_x(plot.left()), plot, marks, &columns, &rects);
     let Some((last_rect, last_bar)) = rects.last().zip(bars.last()) else { return };
     brackets(painter, theme, *last_rect, last_bar, &y_of);
 
@@ -213,6 +231,27 @@ fn bars(ui: &mut Ui, area: Rect, choice: Choice, view: &RunView, marked: Option<
     let words = format!("Milliseconds of steps {first} to {last} by phase");
     let response = ui.interact(plot, ui.scope_id().with("bars"), Sense::hover());
     response.widget_info(|| WidgetInfo::labeled(Role::Image, true, &words));
+}
+
+/// A line before every bar with a step that changed a setting; the last one says what, above the bars.
+fn switch_marks(
+    painter: &Painter,
+    theme: &Theme,
+    area: Rect,
+    plot: Rect,
+    marks: &[Mark],
+    columns: &[Column],
+    rects: &[Rect],
+) {
+    let place = |mark: &Mark| columns.iter().position(|c| (c.first..=c.last).contains(&mark.step));
+    let placed: Vec<(f32, &Mark)> =
+        marks.iter().filter_map(|mark| Some((rects[place(mark)?].left() - 1.0, mark))).collect();
+    for (x, _) in &placed {
+        marks::line(painter, theme, *x, (plot.top() - 4.0..=plot.bottom()).into());
+    }
+    if let Some((x, mark)) = placed.last() {
+        marks::words(painter, theme, *x, area.top() + 4.0, area, &mark.words);
+    }
 }
 
 /// Top of the axis over bars of these heights, and how many of them go beyond it. The first steps time algorithms or warm caches up, and one may
