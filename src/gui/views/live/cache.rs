@@ -55,14 +55,14 @@ fn body(ui: &mut Ui, report: &CacheReport, compact: bool) {
     let avoided_unit = if avoided.is_some() { "ms" } else { "" };
     let avoided = avoided.map_or_else(|| figures::NONE.into(), figures::ms);
     let count = units::count;
-    let width = (area.width() / 5.0).floor();
+    let width = (area.width() * 0.18).floor();
     ui.horizontal(|ui| {
         ui.spacing_mut().item_spacing.x = 0.0;
         Stat::new("Lookups", &count(counts.lookups)).show(ui, width);
         Stat::new("Hits", &count(counts.hits)).show(ui, width);
         Stat::new("Builds", &count(counts.builds)).show(ui, width);
-        Stat::new("Size", size).unit(size_unit).show(ui, width + 6.0);
-        Stat::new("Avoided", &avoided).unit(avoided_unit).show(ui, width - 6.0);
+        Stat::new("Size", size).unit(size_unit).show(ui, (area.width() * 0.25).floor());
+        Stat::new("Avoided", &avoided).unit(avoided_unit).show(ui, width);
     });
     let top = area.top() + 36.0 + if compact { 4.0 } else { 8.0 };
     let cells = Rect::from_min_size(pos2(area.left(), top), vec2(area.width(), CELL));

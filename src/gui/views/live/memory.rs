@@ -95,7 +95,7 @@ fn areas(ui: &mut Ui, area: Rect, view: &RunView, marks: &[Mark], marked: Option
     }
     stack(&painter, theme, &samples, &xs, &y_of);
     process_line(&painter, theme, plot, &samples, &xs, &y_of);
-    peak_line(&painter, theme, plot, last.report.memory.peak_bytes, &y_of);
+    peak_line(&painter, theme, plot, &last.report.memory, &y_of);
     for mark in marks.iter().filter(|mark| (low..=high).contains(&(mark.step as f32))) {
         marks::line(&painter, theme, x_of(mark.step), plot.y_range());
     }
@@ -207,13 +207,17 @@ fn process_line(
     text(painter, at, Align2::LEFT_BOTTOM, &words, fonts::small(), theme.t2, 120.0);
 }
 
-/// The peak so far, dashed: what a step keeps for its backward pass is gone at its end, where the areas are taken.
-fn peak_line(painter: &Painter, theme: &Theme, plot: Rect, peak_bytes: u64, y_of: &dyn Fn(f64) -> f32) {
-    let y = painter.round_to_pixel_center(y_of(peak_bytes as f64 / GIB));
+/// The peak so far, dashed: what a step keeps for its backward pass is gone at its end, where the areas are taken. Its name gives way to the line of the
+/// process; the title bar has the figure.
+fn peak_line(painter: &Painter, theme: &Theme, plot: Rect, memory: &MemoryReport, y_of: &dyn Fn(f64) -> f32) {
+    let y = painter.round_to_pixel_center(y_of(memory.peak_bytes as f64 / GIB));
     let ends = [pos2(plot.left(), y), pos2(plot.right(), y)];
     painter.extend(Shape::dashed_line(&ends, Stroke::new(1.0, theme.t2), 6.0, 4.0));
-    let words = format!("peak within a step {}", figures::gib(peak_bytes));
-    text(painter, pos2(plot.left() + 4.0, y - 2.0), Align2::LEFT_BOTTOM, &words, fonts::small(), theme.t2, 160.0);
+    let process_y = memory.process_bytes.map(|bytes| y_of(bytes as f64 / GIB));
+    if process_y.is_none_or(|process_y| process_y > y || y - process_y > 18.0) {
+        let words = format!("peak within a step {}", figures::gib(memory.peak_bytes));
+        text(painter, pos2(plot.left() + 4.0, y - 2.0), Align2::LEFT_BOTTOM, &words, fonts::small(), theme.t2, 160.0);
+    }
 }
 
 fn table(ui: &mut Ui, rect: Rect, step: &StepReport, machine: Option<&Machine>) {

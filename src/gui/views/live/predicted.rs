@@ -9,10 +9,10 @@ use crate::gui::{figures, fonts};
 use crate::session::run_view::RunView;
 
 /// Distance of the right edges of the figures from the table's right edge.
-const PREDICTED: f32 = 96.0;
-const MEASURED: f32 = 44.0;
+const PREDICTED: f32 = 88.0;
+const MEASURED: f32 = 38.0;
 /// Where the formulas begin.
-const FORMULA: f32 = 88.0;
+const FORMULA: f32 = 84.0;
 
 /// Draws the tile.
 pub fn show(ui: &mut Ui, rect: Rect, view: &RunView, figures: &Figures, compact: bool) {
@@ -57,14 +57,14 @@ fn row_of(ui: &mut Ui, rect: Rect, row: &Row) {
         let at = pos2(rect.right() - distance, y);
         text(&painter, at, Align2::RIGHT_CENTER, words, font, color, 80.0)
     };
+    let predicted = row.predicted.map(|value| figures::grouped(value, 1));
+    let color = if predicted.is_some() { theme.t2 } else { theme.tdis };
+    let shown = put(PREDICTED, predicted.as_deref().unwrap_or(figures::NONE), fonts::table(), color);
     let name = if row.unit == "ms" { row.name.to_owned() } else { format!("{}, {}", row.name, row.unit) };
     let named = text(&painter, rect.left_center(), Align2::LEFT_CENTER, &name, fonts::table(), theme.t1, 140.0);
     let from = named.right().max(rect.left() + FORMULA - 8.0) + 8.0;
-    let room = rect.right() - PREDICTED - 44.0 - from;
+    let room = shown.left() - 6.0 - from;
     text(&painter, pos2(from, y), Align2::LEFT_CENTER, row.formula, fonts::small(), theme.t3, room);
-    let predicted = row.predicted.map(|value| figures::grouped(value, 1));
-    let color = if predicted.is_some() { theme.t2 } else { theme.tdis };
-    put(PREDICTED, predicted.as_deref().unwrap_or(figures::NONE), fonts::table(), color);
     let measured = row.measured.map(|value| figures::grouped(value, 1));
     match &measured {
         Some(measured) => {
