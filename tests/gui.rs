@@ -2,6 +2,8 @@
 
 #![allow(clippy::disallowed_methods, clippy::disallowed_macros)]
 
+#[path = "gui/compare.rs"]
+mod compare;
 #[path = "gui/fixture.rs"]
 mod fixture;
 #[path = "gui/live.rs"]
@@ -110,7 +112,7 @@ fn the_list_opens_old_runs() {
     store.close(Duration::from_secs(20)).unwrap();
     drop(folder);
 
-    press(&mut harness, Modifiers::COMMAND, Key::Num3);
+    press(&mut harness, Modifiers::COMMAND, Key::Num4);
     assert_eq!(app(&mut harness).screen(), Screen::Runs);
     let name = "Open run 사전 r16 辞書, completed";
     wait_for(&mut harness, "the list", |h| h.query_by_label(name).is_some());
@@ -224,7 +226,7 @@ fn shortcuts_switch_theme_zoom_and_help() {
 fn menus_hold_the_commands_with_their_shortcuts() {
     let mut harness = build(builder());
     click(&mut harness, Role::Button, "View");
-    harness.get_by_label_contains("Ctrl+3").click();
+    harness.get_by_label_contains("Ctrl+4").click();
     harness.run_steps(4);
     assert_eq!(app(&mut harness).screen(), Screen::Runs);
 }
@@ -242,7 +244,7 @@ fn every_screen_draws_in_both_themes_and_small_windows() {
                 harness.hover_at(egui::pos2(size[0] * 0.3, size[1] * 0.3));
                 harness.run_steps(2);
             }
-            press(&mut harness, Modifiers::COMMAND, Key::Num3);
+            press(&mut harness, Modifiers::COMMAND, Key::Num4);
             press(&mut harness, Modifiers::COMMAND, Key::Num1);
         }
     }

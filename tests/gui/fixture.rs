@@ -1,6 +1,7 @@
 //! A run as test data: losses that fall, phases that sum up, memory by category, a cache that answers.
 
 pub mod offload;
+pub mod reports;
 
 use std::path::PathBuf;
 

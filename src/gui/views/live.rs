@@ -12,7 +12,7 @@ mod loss;
 mod marks;
 mod memory;
 mod predicted;
-mod series;
+pub(super) mod series;
 mod streams;
 mod switchboard;
 
@@ -20,9 +20,11 @@ use egui::accesskit::Role;
 use egui::{Align, Align2, Layout, Margin, Rect, ScrollArea, Sense, Ui, UiBuilder, WidgetInfo, pos2, vec2};
 
 use self::formulas::Figures;
+use self::switchboard::Paired;
 use super::welcome::progress_bar;
-use super::{Request, ViewContext};
+use super::{Request, ViewContext, capitalized};
 use crate::gui::actions::Action;
+use crate::gui::current_comparison::Findings;
 use crate::gui::current_run::CurrentRun;
 use crate::gui::theme::Theme;
 use crate::gui::widgets::{Button, Tile, label, rule, text};
@@ -41,14 +43,19 @@ pub struct LiveView {
     streams: streams::StreamsTile,
     switchboard: switchboard::Switchboard,
     log: log::LogTile,
-    paired: switchboard::Paired,
     /// The step under the pointer, shared by the tiles.
     hovered_step: Option<u64>,
 }
 
 impl LiveView {
     /// Draws the screen.
-    pub fn ui(&mut self, ui: &mut Ui, run: Option<&CurrentRun>, context: &mut ViewContext<'_>) {
+    pub fn ui(
+        &mut self,
+        ui: &mut Ui,
+        run: Option<&CurrentRun>,
+        found: Option<&Findings>,
+        context: &mut ViewContext<'_>,
+    ) {
         let theme = Theme::of(ui);
         let body = ui.max_rect();
         ui.painter().rect_filled(body, 0, theme.bg1);
@@ -65,20 +72,21 @@ impl LiveView {
         if run.view.steps.is_empty() {
             preparing(ui, rest, &run.view);
         } else {
-            self.tiles(ui, rest, run, context);
+            let paired = found.zip(run.view.info.as_ref()).map(|(found, info)| found.paired(info)).unwrap_or_default();
+            self.tiles(ui, rest, run, &paired, context);
         }
     }
 
-    fn tiles(&mut self, ui: &mut Ui, rest: Rect, run: &CurrentRun, context: &mut ViewContext<'_>) {
+    fn tiles(&mut self, ui: &mut Ui, rest: Rect, run: &CurrentRun, paired: &Paired, context: &mut ViewContext<'_>) {
         let layout = layout::Layout::of(rest.size());
         if !layout.scrolls {
-            self.place(ui, rest, &layout, run, context);
+            self.place(ui, rest, &layout, (run, paired), context);
             return;
         }
         let mut page = ui.new_child(UiBuilder::new().max_rect(rest));
         ScrollArea::vertical().id_salt("live tiles").auto_shrink(false).show(&mut page, |ui| {
             let (page, _) = ui.allocate_exact_size(vec2(rest.width(), layout.height), Sense::hover());
-            self.place(ui, page, &layout, run, context);
+            self.place(ui, page, &layout, (run, paired), context);
         });
     }
 
@@ -87,7 +95,7 @@ impl LiveView {
         ui: &mut Ui,
         page: Rect,
         layout: &layout::Layout,
-        run: &CurrentRun,
+        (run, paired): (&CurrentRun, &Paired),
         context: &mut ViewContext<'_>,
     ) {
         let view = &run.view;
@@ -104,7 +112,7 @@ impl LiveView {
         self.streams.show(ui, at(layout.streams), view, compact, layout.scrolls);
         memory::show(ui, at(layout.memory), view, context.machine, &marks, marked, &mut hovered);
         self.log.show(ui, at(layout.log), view);
-        self.switchboard.show(ui, at(layout.optimizations), run, (&figures, &self.paired), compact, context);
+        self.switchboard.show(ui, at(layout.optimizations), run, (&figures, paired), compact, context);
         predicted::show(ui, at(layout.predicted), view, &figures, compact);
         cache::show(ui, at(layout.cache), view, marked, compact);
         if hovered != self.hovered_step {
@@ -236,12 +244,6 @@ fn stage_row(ui: &mut Ui, theme: &Theme, stage: &str, failed: bool) {
     let y = rect.center().y;
     ui.painter().text(pos2(rect.left() + 7.0, y), Align2::CENTER_CENTER, icon, font, color);
     text(ui.painter(), pos2(rect.left() + 24.0, y), Align2::LEFT_CENTER, stage, fonts::table(), theme.t1, rect.width());
-}
-
-/// The first letter in upper case, as at the start of a sentence.
-fn capitalized(words: &str) -> String {
-    let mut chars = words.chars();
-    chars.next().map_or_else(String::new, |first| first.to_uppercase().chain(chars).collect())
 }
 
 /// A step for tests, as `change` wants it.

@@ -9,8 +9,7 @@ use super::series::{decimals, ticks};
 use crate::base::units;
 use crate::gui::theme::Theme;
 use crate::gui::widgets::bars::{Bar, Fill, Segment, step_bars};
-use crate::gui::widgets::hatch::hatch;
-use crate::gui::widgets::{Tile, rule, segmented, text, tile};
+use crate::gui::widgets::{Tile, rule, segmented, swatch, text, tile};
 use crate::gui::{figures, fonts, icons};
 use crate::session::run_view::{RunView, StepPoint};
 use crate::session::{Phase, PhaseTime, StepReport};
@@ -398,27 +397,6 @@ fn tell(ui: &Ui, rect: Rect, y: f32, height: f32, words: &str) {
     let row = Rect::from_center_size(pos2(rect.center().x, y), vec2(rect.width(), height));
     let response = ui.interact(row, ui.scope_id().with(words), Sense::hover());
     response.widget_info(|| WidgetInfo::labeled(Role::Label, true, words));
-}
-
-/// The square before a name in a legend.
-pub(super) struct Swatch(Rect);
-
-/// A swatch of 10×10 at `left`, centred on `y`.
-pub(super) fn swatch(painter: &Painter, left: f32, y: f32) -> Swatch {
-    let scale = painter.pixels_per_point();
-    let snap = |v: f32| (v * scale).round() / scale;
-    Swatch(Rect::from_min_size(pos2(snap(left), snap(y - 5.0)), vec2(10.0, 10.0)))
-}
-
-impl Swatch {
-    /// In one colour.
-    pub fn fill(self, painter: &Painter, color: Color32) {
-        painter.rect_filled(self.0, 2, color);
-    }
-
-    fn hatch(self, painter: &Painter, theme: &Theme) {
-        hatch(painter, self.0, theme.t3, theme.bg3);
-    }
 }
 
 #[cfg(test)]

@@ -3,14 +3,13 @@
 use egui::accesskit::Role;
 use egui::{Align2, Color32, Mesh, Painter, Pos2, Rect, Sense, Shape, Stroke, Ui, WidgetInfo, lerp, pos2, vec2};
 
-use super::anatomy::swatch;
 use super::loss::step_point;
 use super::marks::{self, Mark};
 use super::series::{decimals, ticks};
 use crate::base::units;
 use crate::gui::theme::Theme;
 use crate::gui::widgets::bars::budget_bar;
-use crate::gui::widgets::{Tile, describe, rule, text};
+use crate::gui::widgets::{Tile, describe, rule, swatch, text};
 use crate::gui::{figures, fonts};
 use crate::session::machine::Machine;
 use crate::session::run_view::{RunView, StepPoint};

@@ -10,7 +10,7 @@ use self::strip::Strip;
 use super::loss::step_point;
 use crate::base::units;
 use crate::gui::theme::Theme;
-use crate::gui::widgets::{Tile, describe, text};
+use crate::gui::widgets::{Tile, describe, swatch, text};
 use crate::gui::{figures, fonts, icons};
 use crate::session::run_view::RunView;
 use crate::session::{CopyReport, Optimization, Phase};
@@ -46,7 +46,7 @@ impl StreamsTile {
                 None => no_figures(ui, left, none.as_deref().unwrap_or_default()),
             }
             let right = Rect::from_min_max(pos2(split + 4.0, area.top() + 6.0), area.max - vec2(12.0, 6.0));
-            let total = last.spans.iter().map(|span| span.end_ms).fold(step.report.step_ms, f64::max);
+            let total = lanes::end(&last.spans).max(step.report.step_ms);
             let window = self.window.unwrap_or_else(|| Window::initial(&last.spans, total)).within(total);
             let strip = Strip { step: last, total, window, no_copies: none.as_deref(), wheel_zooms: !scrolls };
             self.window = strip::show(ui, right, &strip).or(self.window);
@@ -86,7 +86,7 @@ fn legend(ui: &mut Ui, step: u64, copies: bool, scrolls: bool) {
         mark(x);
         x -= 14.0;
     };
-    let square = |color| move |x: f32| super::anatomy::swatch(painter, x, y).fill(painter, color);
+    let square = |color| move |x: f32| swatch(painter, x, y).fill(painter, color);
     entry(&format!("step {}", units::count(step)), &|_| {});
     if copies {
         entry("copy exposed", &square(theme.phase(Phase::ExposedCopy)));

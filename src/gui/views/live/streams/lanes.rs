@@ -20,9 +20,15 @@ pub fn busy(spans: &[Span]) -> Intervals {
 /// When a copy ran with nothing computed beside it: in pieces.
 pub fn exposed(spans: &[Span]) -> Intervals {
     let busy = busy(spans);
-    let copies = spans.iter().filter(|span| span.lane != LaneKind::Compute);
+    let copies = spans.iter().filter(|span| matches!(span.lane, LaneKind::H2d | LaneKind::D2h));
     let pieces = copies.flat_map(|span| busy.split(span.start_ms, span.end_ms));
     Intervals::union(pieces.filter(|piece| !piece.covered).map(|piece| (piece.start, piece.end)))
+}
+
+/// When the last of what the lanes show ended, in milliseconds after the start of the step.
+pub fn end(spans: &[Span]) -> f64 {
+    let shown = spans.iter().filter(|span| LANES.iter().any(|(lane, _)| *lane == span.lane));
+    shown.map(|span| span.end_ms).fold(0.0, f64::max)
 }
 
 /// What of a step is looked at, in milliseconds.
@@ -83,8 +89,9 @@ mod tests {
             span(LaneKind::Compute, Phase::ExposedCopy, Pass::Backward, 4.0, 6.0),
             span(LaneKind::D2h, Phase::Attention, Pass::Forward, 1.0, 3.0),
             span(LaneKind::H2d, Phase::Attention, Pass::Backward, 3.0, 6.0),
+            span(LaneKind::Host, Phase::Attention, Pass::Backward, 5.0, 9.0),
         ];
-        assert_eq!(busy(&spans).length(), 4.0);
+        assert_eq!((busy(&spans).length(), end(&spans)), (4.0, 6.0));
         assert_eq!(exposed(&spans).iter().collect::<Vec<_>>(), [(4.0, 6.0)]);
     }
 
