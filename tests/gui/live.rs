@@ -6,8 +6,8 @@ use egui::accesskit::{Role, Toggled};
 use egui::{Rect, pos2, vec2};
 use egui_kittest::kittest::{NodeT as _, Queryable as _};
 use tandem::gui::views::Screen;
-use tandem::session::Optimization;
 use tandem::session::run_view::{RunState, RunView};
+use tandem::session::{ActivationsChoice, Optimization};
 
 use super::fixture::{self, offload};
 use super::{App, app, build, builder, click, support, wait_for, with_run};
@@ -128,6 +128,35 @@ fn a_switch_is_thrown_between_two_steps_of_a_run() {
     click(&mut harness, Role::Button, "Stop and save");
     wait_for(&mut harness, "the end", |h| h.query_by_role_and_label(Role::Label, "Stopped").is_some());
     assert_eq!(switch_is(&harness, Optimization::VarlenAttention), (false, true), "nothing to switch any more");
+}
+
+#[test]
+fn a_run_that_offloads_fills_the_formulas_and_the_lanes() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut config = tandem::session::config::RunConfig::default();
+    config.model.path = support::tiny_model(folder.path());
+    config.data.path = support::dataset(folder.path(), 40);
+    config.packing.pack_len = 64;
+    config.train.max_steps = 3;
+    config.train.activations = ActivationsChoice::Offload;
+    // Its blocks are too small to offload them for any other purpose than this.
+    config.optimizations.offload_force = true;
+    let mut harness = build(builder());
+    let ctx = harness.ctx.clone();
+    app(&mut harness).start_run(config, &ctx);
+    wait_for(&mut harness, "the end", |h| h.query_by_role_and_label(Role::Label, "Completed").is_some());
+    // One of two blocks travels; the last one stays.
+    harness.get_by_label_contains("L 1 of 2, c ");
+    for row in ["Backward", "Copy hidden", "Copy exposed", "Host memory"] {
+        let label = harness.query_all_by_label_contains(&format!("{row} ")).find_map(|node| {
+            node.accesskit_node()
+                .value()
+                .filter(|words| words.contains(": predicted ") && words.contains(", measured "))
+        });
+        assert!(label.is_some(), "{row} was not measured");
+    }
+    harness.get_by_label_contains(" % of copy time hidden");
+    harness.get_by_label("host copies <0.01 GiB");
 }
 
 #[test]

@@ -109,7 +109,7 @@ impl LiveView {
         let mut hovered = None;
         self.loss.show(ui, at(layout.loss), view, &marks, marked, &mut hovered);
         self.anatomy.show(ui, at(layout.anatomy), view, &marks, marked, &mut hovered);
-        self.streams.show(ui, at(layout.streams), view, compact, layout.scrolls);
+        self.streams.show(ui, at(layout.streams), run, (compact, layout.scrolls), context);
         memory::show(ui, at(layout.memory), view, context.machine, &marks, marked, &mut hovered);
         self.log.show(ui, at(layout.log), view);
         self.switchboard.show(ui, at(layout.optimizations), run, (&figures, paired), compact, context);

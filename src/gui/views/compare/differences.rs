@@ -9,7 +9,7 @@ use crate::session::compare::{Better, CompareReport, Difference, Effect};
 
 /// Height of the head, and the least of a row.
 const HEAD: f32 = 18.0;
-const ROW: f32 = 17.0;
+const ROW: f32 = 15.0;
 /// Ends that the axis of the bars may have, in percent.
 const SCALES: [f64; 10] = [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0];
 
@@ -55,13 +55,13 @@ struct Columns {
 
 impl Columns {
     fn of(area: Rect) -> Self {
-        let bar = (area.width() * 0.18).clamp(76.0, 150.0);
-        let spread = ((area.width() - 570.0) / 6.0).clamp(0.0, 24.0);
-        let percent = area.right() - bar - 16.0;
-        let interval = percent - 54.0 - spread;
-        let difference = interval - 132.0 - spread;
-        let b = difference - 64.0 - spread;
-        let a = b - 64.0 - spread;
+        let bar = (area.width() * 0.16).clamp(84.0, 150.0);
+        let spread = ((area.width() - 660.0) / 6.0).clamp(0.0, 24.0);
+        let percent = area.right() - bar - 12.0;
+        let interval = percent - 44.0 - spread;
+        let difference = interval - 121.0 - spread;
+        let b = difference - 58.0 - spread;
+        let a = b - 54.0 - spread;
         Self { a, b, difference, interval, percent, bar: Rangef::new(area.right() - bar, area.right()) }
     }
 }
@@ -110,10 +110,11 @@ fn head(ui: &Ui, area: Rect, columns: &Columns, report: &CompareReport, scale: f
     let painter = ui.painter();
     let y = area.top() + 6.0;
     let put = |x: f32, anchor: Align2, words: &str| {
-        text(painter, pos2(x, y), anchor, words, fonts::small(), theme.t3, 160.0);
+        text(painter, pos2(x, y), anchor, words, fonts::small(), theme.t3, 100.0);
     };
-    let steps = report.pairs * report.steps_per_block;
-    put(area.left(), Align2::LEFT_CENTER, &format!("mean of {steps} steps each"));
+    let steps = format!("mean of {} steps each", report.pairs * report.steps_per_block);
+    let room = columns.a - 40.0 - area.left();
+    text(painter, pos2(area.left(), y), Align2::LEFT_CENTER, &steps, fonts::small(), theme.t3, room);
     let [a, b] = [0, 1].map(|arm| report.arms[arm].label.as_str());
     for (x, words) in [
         (columns.a, a),
@@ -138,7 +139,7 @@ fn row(ui: &mut Ui, rect: Rect, columns: &Columns, row: &Difference, scale: f64)
         text(&painter, pos2(x, y), Align2::RIGHT_CENTER, words, font, color, room);
     };
     let name = if row.unit.is_empty() { row.name.clone() } else { format!("{}, {}", row.name, row.unit) };
-    let room = columns.a - 62.0 - rect.left();
+    let room = columns.a - 50.0 - rect.left();
     text(&painter, rect.left_center(), Align2::LEFT_CENTER, &name, fonts::table(), theme.t1, room);
     let value = |value: Option<f64>| value.map_or(figures::NONE.into(), |value| figures::grouped(value, row.decimals));
     let known = |value: Option<f64>, color: Color32| if value.is_some() { color } else { theme.tdis };
@@ -159,7 +160,7 @@ fn row(ui: &mut Ui, rect: Rect, columns: &Columns, row: &Difference, scale: f64)
     };
     let words = format!("{name}: {a} against {b}, A − B {difference}, 95 % interval {interval}, {change} %{verdict}");
     let words = words.replace("same %", "same").replace("— %", "no ratio");
-    describe(ui, rect, &row.name, &words).on_hover_text(&words);
+    describe(ui, rect, &row.name, &words);
 }
 
 fn color(theme: &Theme, effect: Effect) -> Color32 {

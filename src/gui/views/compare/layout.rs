@@ -41,11 +41,13 @@ impl Layout {
 
 fn two_columns(size: Vec2, [differences, tables]: [f32; 2]) -> Layout {
     let roomy = size.y >= 720.0;
-    let verdict: f32 = if roomy { 84.0 } else { 72.0 };
-    let middle = if roomy { 206.0 } else { 176.0 };
-    // The upper row takes what the lower ones leave, as far as it can use it.
-    let upper = (size.y - verdict - middle - tables - 3.0).clamp(differences, differences.max(340.0)).round();
-    let height = (verdict + upper + middle + tables + 3.0).round().max(size.y);
+    let (verdict, middle): (f32, f32) = if roomy { (84.0, 196.0) } else { (72.0, 150.0) };
+    let needed = verdict + differences + middle + tables + 3.0;
+    let height = needed.round().max(size.y);
+    // Plots have more of the room that is left than tables.
+    let left = height - needed;
+    let upper = (differences + 0.5 * left).round();
+    let middle = (middle + 0.25 * left).round();
     let half = (size.x / 2.0).round();
     let tops = [0.0, verdict + 1.0, verdict + upper + 2.0, verdict + upper + middle + 3.0];
     let cell = |column: usize, top: f32, bottom: f32| {

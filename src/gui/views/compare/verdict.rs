@@ -28,11 +28,14 @@ pub fn show(ui: &mut Ui, rect: Rect, report: &CompareReport, notes: &[String]) {
     ui.painter().text(icon_at, Align2::CENTER_CENTER, icon, fonts::icon_fill(26.0), color);
     let left = rect.left() + 58.0;
     let room = rect.right() - LEGEND - 24.0 - left;
+    let sentence = &report.verdict.sentence;
+    let large = ui.painter().layout_no_wrap(sentence.clone(), fonts::medium(18.0), theme.t1).size().x <= room;
+    let font = if large { fonts::medium(18.0) } else { fonts::stat() };
     let mut line = |y: f32, words: &str, font, color| {
         let shown = text(ui.painter(), pos2(left, y), Align2::LEFT_CENTER, words, font, color, room);
         describe(ui, shown, ("verdict", y as i32), words).on_hover_text(words);
     };
-    line(first, &report.verdict.sentence, fonts::medium(18.0), theme.t1);
+    line(first, sentence, font, theme.t1);
     line(second, &report.verdict.detail, fonts::table(), theme.t2);
     if noted {
         line(middle + 22.0, &lines.join("; "), fonts::small(), theme.t3);

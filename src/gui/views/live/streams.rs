@@ -1,7 +1,10 @@
 //! The streams tile: how much of the copying was hidden, and what ran when on each lane of the last step.
 
 pub mod lanes;
+mod save;
 mod strip;
+
+use std::path::PathBuf;
 
 use egui::{Align2, Rect, Stroke, Ui, UiBuilder, pos2, vec2};
 
@@ -9,11 +12,15 @@ use self::lanes::Window;
 use self::strip::Strip;
 use super::loss::step_point;
 use crate::base::units;
+use crate::gui::app::take_ready;
+use crate::gui::current_run::CurrentRun;
 use crate::gui::theme::Theme;
-use crate::gui::widgets::{Tile, describe, swatch, text};
+use crate::gui::views::{Request, ViewContext};
+use crate::gui::widgets::{Tile, describe, icon_button, swatch, text};
 use crate::gui::{figures, fonts, icons};
 use crate::session::run_view::RunView;
-use crate::session::{CopyReport, Optimization, Phase};
+use crate::session::runtime::Task;
+use crate::session::{CopyReport, Optimization, Phase, StepReport};
 
 /// Width of the figures at the left.
 const FIGURES: f32 = 200.0;
@@ -23,11 +30,26 @@ const FIGURES: f32 = 200.0;
 pub struct StreamsTile {
     /// What of the step is looked at, once the user chose.
     window: Option<Window>,
+    /// The dialog for a trace, and the writing of it.
+    saving: Option<Task<PathBuf>>,
 }
 
 impl StreamsTile {
     /// Draws the tile; on a page that scrolls the wheel does not zoom.
-    pub fn show(&mut self, ui: &mut Ui, rect: Rect, view: &RunView, compact: bool, scrolls: bool) {
+    pub fn show(
+        &mut self,
+        ui: &mut Ui,
+        rect: Rect,
+        run: &CurrentRun,
+        (compact, scrolls): (bool, bool),
+        context: &mut ViewContext<'_>,
+    ) {
+        match take_ready(&mut self.saving) {
+            Some(Ok(path)) => context.ask(Request::Say(format!("Wrote {}", path.display()))),
+            Some(Err(error)) => context.ask(Request::Complain(format!("{error:#}"))),
+            None => {}
+        }
+        let view = &run.view;
         let Some((last, step)) = view.last_spans.as_ref().and_then(|last| Some((last, step_point(view, last.step)?)))
         else {
             nothing_measured(ui, rect);
@@ -35,7 +57,15 @@ impl StreamsTile {
         };
         let copies = step.report.copies.as_ref();
         let none = (copies.is_none()).then(|| no_copies(view));
-        let note = |ui: &mut Ui| legend(ui, last.step, copies.is_some(), scrolls);
+        let saving = &mut self.saving;
+        let note = |ui: &mut Ui| {
+            let button = ui.add_enabled_ui(saving.is_none(), |ui| icon_button(ui, icons::EXPORT, "Save for Perfetto…"));
+            if button.inner.clicked() {
+                let report = StepReport { spans: last.spans.clone(), ..step.report.clone() };
+                *saving = Some(save::ask_and_write(run.name().to_owned(), report, context.waker.clone()));
+            }
+            legend(ui, button.response.rect.left(), last.step, copies.is_some(), scrolls);
+        };
         Tile::new("Streams, last step").flush().show(ui, rect, note, |ui| {
             let area = ui.max_rect();
             let split = ui.painter().round_to_pixel_center(area.left() + FIGURES);
@@ -75,12 +105,11 @@ fn no_copies(view: &RunView) -> String {
     }
 }
 
-fn legend(ui: &mut Ui, step: u64, copies: bool, scrolls: bool) {
+fn legend(ui: &Ui, right: f32, step: u64, copies: bool, scrolls: bool) {
     let theme = Theme::of(ui);
-    let bar = ui.max_rect();
     let painter = ui.painter();
-    let y = bar.center().y;
-    let mut x = bar.right();
+    let y = ui.max_rect().center().y;
+    let mut x = right - 8.0;
     let mut entry = |words: &str, mark: &dyn Fn(f32)| {
         x = text(painter, pos2(x, y), Align2::RIGHT_CENTER, words, fonts::small(), theme.t3, 200.0).left() - 16.0;
         mark(x);
