@@ -157,6 +157,24 @@ fn a_report_is_told_in_full() {
 }
 
 #[test]
+fn the_tiles_lie_in_two_columns_without_a_scroll_bar_in_a_small_laptop_window() {
+    let mut harness = build(builder().with_size([1280.0, 720.0]));
+    app(&mut harness).show_comparison(findings(vec![two_buffers()]));
+    harness.run_steps(3);
+    let at = |tile: &str| harness.get_by_role_and_label(Role::Heading, tile).rect();
+    let [differences, losses] = ["Differences", "Loss, overlaid"].map(at);
+    let [phases, pairs] = ["Phases of the mean step", "Every pair, A − B in ms"].map(at);
+    let [predictions, settings] = ["Predicted against measured", "Settings that differ"].map(at);
+    for (left, right) in [(differences, losses), (phases, pairs), (predictions, settings)] {
+        assert_eq!((left.top(), left.left()), (right.top(), differences.left()));
+        assert!(right.left() > 640.0 && right.left() == losses.left());
+    }
+    assert!(differences.top() < phases.top() && phases.top() < predictions.top());
+    let last_row = harness.get_by_label_contains("optimizations.offload_buffers = ").rect();
+    assert!(last_row.bottom() <= 720.0 - 24.0, "{last_row:?}");
+}
+
+#[test]
 fn what_was_measured_in_pairs_stands_beside_the_switch() {
     let mut harness = with_run(offload::run(40));
     app(&mut harness).show_comparison(findings(vec![two_buffers()]));
