@@ -169,7 +169,7 @@ fn formulas_stand_beside_what_was_measured() {
     harness.get_by_label_contains(
         "Cache saves (lookups−builds)·s: predicted 13.3 ms, not measured: no steps with the cache off",
     );
-    harness.get_by_label("Host memory L·activation: predicted 3,096.0 MiB, measured 3,096.0 MiB");
+    harness.get_by_label("Host memory L·activation: predicted 3,096 MiB, measured 3,096 MiB");
     harness.get_by_label("L 36 of 36, c 4.10 ms, g 13.30 ms, s 0.19 ms");
     harness
         .get_by_label_contains("Overlapped copies: on, 1 more activation on the device: 86.00 MiB, predicted −144 ms");

@@ -9,8 +9,8 @@ use crate::gui::{figures, fonts};
 use crate::session::run_view::RunView;
 
 /// Distance of the right edges of the figures from the table's right edge.
-const PREDICTED: f32 = 88.0;
-const MEASURED: f32 = 38.0;
+const PREDICTED: f32 = 89.0;
+const MEASURED: f32 = 40.0;
 /// Where the formulas begin.
 const FORMULA: f32 = 84.0;
 
@@ -57,7 +57,7 @@ fn row_of(ui: &mut Ui, rect: Rect, row: &Row) {
         let at = pos2(rect.right() - distance, y);
         text(&painter, at, Align2::RIGHT_CENTER, words, font, color, 80.0)
     };
-    let predicted = row.predicted.map(|value| figures::grouped(value, 1));
+    let predicted = row.predicted.map(figure);
     let color = if predicted.is_some() { theme.t2 } else { theme.tdis };
     let shown = put(PREDICTED, predicted.as_deref().unwrap_or(figures::NONE), fonts::table(), color);
     let name = if row.unit == "ms" { row.name.to_owned() } else { format!("{}, {}", row.name, row.unit) };
@@ -65,11 +65,11 @@ fn row_of(ui: &mut Ui, rect: Rect, row: &Row) {
     let from = named.right().max(rect.left() + FORMULA - 8.0) + 8.0;
     let room = shown.left() - 6.0 - from;
     text(&painter, pos2(from, y), Align2::LEFT_CENTER, row.formula, fonts::small(), theme.t3, room);
-    let measured = row.measured.map(|value| figures::grouped(value, 1));
+    let measured = row.measured.map(figure);
     match &measured {
         Some(measured) => {
             put(MEASURED, measured, fonts::medium(12.0), theme.t1);
-            let deviation = row.deviation().map(|value| figures::signed(value, 1));
+            let deviation = row.deviation().map(deviation);
             let color = if deviation.is_some() { theme.t2 } else { theme.tdis };
             put(0.0, deviation.as_deref().unwrap_or(figures::NONE), fonts::table(), color);
         }
@@ -85,4 +85,29 @@ fn row_of(ui: &mut Ui, rect: Rect, row: &Row) {
     };
     let words = format!("{} {}: {predicted}, {measured}", row.name, row.formula);
     describe(ui, rect, row.name, &words).on_hover_text(&words);
+}
+
+/// One decimal, and none from a thousand on.
+fn figure(value: f64) -> String {
+    figures::grouped(value, if value.abs() < 1_000.0 { 1 } else { 0 })
+}
+
+/// Per cent, or how many times as much where that says more.
+fn deviation(percent: f64) -> String {
+    match percent {
+        percent if percent >= 900.0 => format!("{}×", figures::grouped(percent / 100.0 + 1.0, 0)),
+        percent if percent.abs() >= 100.0 => figures::signed(percent, 0),
+        percent => figures::signed(percent, 1),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_fit_their_columns() {
+        assert_eq!([figure(12_492.2), figure(482.94), figure(0.2)], ["12,492", "482.9", "0.2"]);
+        assert_eq!([deviation(1_468.6), deviation(-104.2), deviation(3.71)], ["16×", "−104", "+3.7"]);
+    }
 }
