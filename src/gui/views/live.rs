@@ -20,7 +20,7 @@ use egui::accesskit::Role;
 use egui::{Align, Align2, Layout, Margin, Rect, ScrollArea, Sense, Ui, UiBuilder, WidgetInfo, pos2, vec2};
 
 use self::formulas::Figures;
-use self::switchboard::Paired;
+use self::switchboard::Worth;
 use super::welcome::progress_bar;
 use super::{Request, ViewContext, capitalized};
 use crate::gui::actions::Action;
@@ -29,6 +29,7 @@ use crate::gui::current_run::CurrentRun;
 use crate::gui::theme::Theme;
 use crate::gui::widgets::{Button, Tile, label, rule, text};
 use crate::gui::{fonts, icons};
+use crate::session::Optimization;
 use crate::session::event::Outcome;
 use crate::session::run_view::{RunState, RunView};
 
@@ -77,7 +78,14 @@ impl LiveView {
         }
     }
 
-    fn tiles(&mut self, ui: &mut Ui, rest: Rect, run: &CurrentRun, paired: &Paired, context: &mut ViewContext<'_>) {
+    fn tiles(
+        &mut self,
+        ui: &mut Ui,
+        rest: Rect,
+        run: &CurrentRun,
+        paired: &[(Optimization, f64)],
+        context: &mut ViewContext<'_>,
+    ) {
         let layout = layout::Layout::of(rest.size());
         if !layout.scrolls {
             self.place(ui, rest, &layout, (run, paired), context);
@@ -95,7 +103,7 @@ impl LiveView {
         ui: &mut Ui,
         page: Rect,
         layout: &layout::Layout,
-        (run, paired): (&CurrentRun, &Paired),
+        (run, paired): (&CurrentRun, &[(Optimization, f64)]),
         context: &mut ViewContext<'_>,
     ) {
         let view = &run.view;
@@ -112,7 +120,14 @@ impl LiveView {
         self.streams.show(ui, at(layout.streams), run, (compact, layout.scrolls), context);
         memory::show(ui, at(layout.memory), view, context.machine, &marks, marked, &mut hovered);
         self.log.show(ui, at(layout.log), view);
-        self.switchboard.show(ui, at(layout.optimizations), run, (&figures, paired), compact, context);
+        self.switchboard.show(
+            ui,
+            at(layout.optimizations),
+            run,
+            &Worth { figures: &figures, paired },
+            compact,
+            context,
+        );
         predicted::show(ui, at(layout.predicted), view, &figures, compact);
         cache::show(ui, at(layout.cache), view, marked, compact);
         if hovered != self.hovered_step {

@@ -158,8 +158,12 @@ fn row(ui: &mut Ui, rect: Rect, columns: &Columns, row: &Difference, scale: f64)
         Effect::Cost => ", a cost",
         Effect::None => "",
     };
-    let words = format!("{name}: {a} against {b}, A − B {difference}, 95 % interval {interval}, {change} %{verdict}");
-    let words = words.replace("same %", "same").replace("— %", "no ratio");
+    let change = match change.as_str() {
+        "same" => change,
+        figures::NONE => "no ratio".into(),
+        _ => format!("{change} %"),
+    };
+    let words = format!("{name}: {a} against {b}, A − B {difference}, 95 % interval {interval}, {change}{verdict}");
     describe(ui, rect, &row.name, &words);
 }
 

@@ -18,8 +18,25 @@ const WORDS: f32 = 34.0;
 /// Steps after which a switch that nobody answered shows the run's word again: the report of a step may come one late.
 const PATIENCE: u64 = 3;
 
-/// What paired comparisons measured, in milliseconds a step, on against off.
-pub type Paired = Vec<(Optimization, f64)>;
+/// What optimizations are worth in a run, as far as that is known.
+pub struct Worth<'a> {
+    /// For what formulas say.
+    pub figures: &'a Figures,
+    /// What paired comparisons measured, in milliseconds a step, on against off.
+    pub paired: &'a [(Optimization, f64)],
+}
+
+impl Worth<'_> {
+    /// Change of a step by its formula, in milliseconds.
+    fn predicted_ms(&self, optimization: Optimization) -> Option<f64> {
+        self.figures.saving_ms(optimization).map(|ms| -ms)
+    }
+
+    /// Change of a step as measured in pairs, in milliseconds; by the last comparison of several.
+    fn paired_ms(&self, optimization: Optimization) -> Option<f64> {
+        self.paired.iter().rfind(|(of, _)| *of == optimization).map(|(_, ms)| *ms)
+    }
+}
 
 /// A switch that was touched and that the run has not answered yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,7 +59,7 @@ impl Switchboard {
         ui: &mut Ui,
         rect: Rect,
         run: &CurrentRun,
-        worth: (&Figures, &Paired),
+        worth: &Worth<'_>,
         compact: bool,
         context: &mut ViewContext<'_>,
     ) {
@@ -67,7 +84,17 @@ impl Switchboard {
             for (i, choice) in view.choices.iter().enumerate() {
                 let top = area.top() + i as f32 * height;
                 let row = Rect::from_min_size(pos2(area.left(), top), vec2(area.width(), height));
-                self.row(ui, row, choice, refusal, worth, (view.steps_done(), &mut *context));
+                let before = self.pending_of(choice);
+                let mut on = before.map_or(choice.on, |pending| pending.on);
+                if flip(ui, row, choice, &mut on, refusal, context) {
+                    self.pending.retain(|pending| pending.optimization != choice.optimization);
+                    let (optimization, after_step) = (choice.optimization, view.steps_done());
+                    self.pending.push(Pending { optimization, on, after_step });
+                    context.ask(Request::Switch { optimization, on });
+                }
+                let why =
+                    if self.pending_of(choice).is_some() { "between this step and the next" } else { &choice.why };
+                words(ui, row.with_min_x(row.left() + WORDS), choice, (on, why), refusal, worth);
             }
         });
     }
@@ -79,65 +106,61 @@ impl Switchboard {
         });
     }
 
-    fn row(
-        &mut self,
-        ui: &mut Ui,
-        rect: Rect,
-        choice: &Choice,
-        refusal: Option<&'static str>,
-        (figures, paired): (&Figures, &Paired),
-        (steps_done, context): (u64, &mut ViewContext<'_>),
-    ) {
-        let theme = Theme::of(ui);
-        let optimization = choice.optimization;
-        let name = optimization.name();
-        let pending = self.pending.iter().find(|pending| pending.optimization == optimization).copied();
-        let enabled = choice.available && refusal.is_none();
-        let mut on = pending.map_or(choice.on, |pending| pending.on);
-        let place = Rect::from_center_size(pos2(rect.left() + 13.0, rect.center().y), vec2(26.0, 24.0));
-        let mut place = ui.new_child(UiBuilder::new().id_salt(name).max_rect(place));
-        let reason = if choice.available { refusal.unwrap_or_default() } else { &choice.why };
-        let touched = place.add_enabled_ui(enabled, |ui| switch(ui, &mut on, name)).inner;
-        context.probe.rect(name, &touched);
-        if touched.on_disabled_hover_text(reason).changed() {
-            self.pending.retain(|pending| pending.optimization != optimization);
-            self.pending.push(Pending { optimization, on, after_step: steps_done });
-            context.ask(Request::Switch { optimization, on });
-        }
-
-        let painter = ui.painter().clone();
-        let predicted = figures.saving_ms(optimization).map(|ms| -ms);
-        let paired = paired.iter().find(|(of, _)| *of == optimization).map(|(_, ms)| *ms);
-        let y = rect.center().y;
-        let (name_y, why_y) = (y - rect.height() * 0.2, y + rect.height() * 0.22);
-        let name_color = if choice.available { theme.t1 } else { theme.tdis };
-        let left = rect.left() + WORDS;
-        let number = |distance: f32, value: Option<f64>, strong: bool| {
-            let words = value.map_or_else(|| figures::NONE.into(), change);
-            let (font, color) = match (value, strong) {
-                (None, _) => (fonts::table(), theme.tdis),
-                (Some(_), true) => (fonts::medium(12.0), theme.t1),
-                (Some(_), false) => (fonts::table(), theme.t2),
-            };
-            text(&painter, pos2(rect.right() - distance, name_y), Align2::RIGHT_CENTER, &words, font, color, 60.0)
-        };
-        number(0.0, paired, true);
-        let room = number(PREDICTED, predicted, false).left() - left - 8.0;
-        text(&painter, pos2(left, name_y), Align2::LEFT_CENTER, name, fonts::medium(12.0), name_color, room);
-        let why = match pending {
-            Some(_) => "between this step and the next",
-            None => &choice.why,
-        };
-        let why_color = if choice.available { theme.t3 } else { theme.tdis };
-        let room = rect.right() - left;
-        text(&painter, pos2(left, why_y), Align2::LEFT_CENTER, why, fonts::small(), why_color, room);
-
-        let mut words = format!("{name}: {}, {why}", if on { "on" } else { "off" });
-        words.extend(predicted.map(|ms| format!(", predicted {} ms", change(ms))));
-        words.extend(paired.map(|ms| format!(", measured in pairs {} ms", change(ms))));
-        words.extend(refusal.filter(|_| choice.available).map(|refusal| format!("; {refusal}")));
-        describe(ui, rect.with_min_x(left), name, &words).on_hover_text(words);
+    fn pending_of(&self, choice: &Choice) -> Option<Pending> {
+        self.pending.iter().find(|pending| pending.optimization == choice.optimization).copied()
     }
+}
+
+/// The switch at the left of a row; whether it was touched.
+fn flip(
+    ui: &mut Ui,
+    row: Rect,
+    choice: &Choice,
+    on: &mut bool,
+    refusal: Option<&'static str>,
+    context: &mut ViewContext<'_>,
+) -> bool {
+    let name = choice.optimization.name();
+    let place = Rect::from_center_size(pos2(row.left() + 13.0, row.center().y), vec2(26.0, 24.0));
+    let mut place = ui.new_child(UiBuilder::new().id_salt(name).max_rect(place));
+    let enabled = choice.available && refusal.is_none();
+    let touched = place.add_enabled_ui(enabled, |ui| switch(ui, on, name)).inner;
+    context.probe.rect(name, &touched);
+    let reason = if choice.available { refusal.unwrap_or_default() } else { &choice.why };
+    touched.on_disabled_hover_text(reason).changed()
+}
+
+/// Name, reason and figures of a row.
+fn words(
+    ui: &mut Ui,
+    rect: Rect,
+    choice: &Choice,
+    (on, why): (bool, &str),
+    refusal: Option<&'static str>,
+    worth: &Worth<'_>,
+) {
+    let theme = Theme::of(ui);
+    let painter = ui.painter().clone();
+    let name = choice.optimization.name();
+    let (predicted, paired) = (worth.predicted_ms(choice.optimization), worth.paired_ms(choice.optimization));
+    let y = rect.center().y;
+    let (name_y, why_y) = (y - rect.height() * 0.2, y + rect.height() * 0.22);
+    let number = |distance: f32, value: Option<f64>, font, color| {
+        let (words, color) = value.map_or((figures::NONE.into(), theme.tdis), |value| (change(value), color));
+        text(&painter, pos2(rect.right() - distance, name_y), Align2::RIGHT_CENTER, &words, font, color, 60.0)
+    };
+    number(0.0, paired, fonts::medium(12.0), theme.t1);
+    let room = number(PREDICTED, predicted, fonts::table(), theme.t2).left() - rect.left() - 8.0;
+    let (name_color, why_color) = if choice.available { (theme.t1, theme.t3) } else { (theme.tdis, theme.tdis) };
+    let at = |y: f32| pos2(rect.left(), y);
+    text(&painter, at(name_y), Align2::LEFT_CENTER, name, fonts::medium(12.0), name_color, room);
+    text(&painter, at(why_y), Align2::LEFT_CENTER, why, fonts::small(), why_color, rect.width());
+
+    let mut words = format!("{name}: {}, {why}", if on { "on" } else { "off" });
+    words.extend(predicted.map(|ms| format!(", predicted {} ms", change(ms))));
+    words.extend(paired.map(|ms| format!(", measured in pairs {} ms", change(ms))));
+    words.extend(refusal.filter(|_| choice.available).map(|refusal| format!("; {refusal}")));
+    describe(ui, rect, name, &words).on_hover_text(words);
 }
 
 /// Why nothing can be switched in this run now; `None` when it can.
