@@ -147,7 +147,8 @@ impl CompareView {
             left = buttons.min_rect().left();
         }
         let mut titles_rect = rect.with_max_x(left - 12.0);
-        if comparison.is_running() {
+        // Before the first pair the tile below tells it.
+        if comparison.is_running() && report.is_some() {
             let bar =
                 Rect::from_min_max(pos2(left - 232.0, rect.top() + 14.0), pos2(left - 12.0, rect.bottom() - 14.0));
             progress(ui, bar, &found.stage);
@@ -248,7 +249,11 @@ fn preparing(ui: &mut Ui, rest: Rect, comparison: &CurrentComparison) {
         }
         return;
     }
-    Tile::new("Preparing").show(
+    let title = match comparison.found.stage {
+        Stage::Preparing { .. } => "Preparing",
+        Stage::Pairs { .. } => "First pair",
+    };
+    Tile::new(title).show(
         ui,
         column,
         |_| {},

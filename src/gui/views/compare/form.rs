@@ -5,7 +5,7 @@ use egui::{Align, Layout, Rect, ScrollArea, Ui, UiBuilder, pos2, vec2};
 use crate::base::units;
 use crate::gui::actions::Action;
 use crate::gui::theme::Theme;
-use crate::gui::views::setup::fields::{field, prose, trouble};
+use crate::gui::views::setup::fields::{field, prose};
 use crate::gui::views::{Request, ViewContext};
 use crate::gui::widgets::{Button, Tile, describe, label, link, switch};
 use crate::gui::{fonts, icons};
@@ -152,17 +152,13 @@ impl Form {
     fn start(&mut self, ui: &mut Ui, config: &RunConfig, problem: Option<String>, context: &mut ViewContext<'_>) {
         let options = self.options();
         let wrong = problem.or_else(|| options.as_ref().err().cloned());
-        let obstacle = wrong.clone().or_else(|| context.busy.map(str::to_owned));
+        let obstacle = wrong.or_else(|| context.busy.map(str::to_owned));
         let width = ui.available_width();
         let button = Button::new("Start comparison").icon(icons::PLAY).primary().height(36.0).min_width(width);
         let response = ui.add_enabled(obstacle.is_none(), button);
         context.probe.rect("start comparison", &response);
-        match (&wrong, &obstacle) {
-            (Some(words), _) => trouble(ui, words),
-            (None, Some(words)) => {
-                label(ui, words, fonts::table(), Theme::of(ui).t3);
-            }
-            (None, None) => {}
+        if let Some(words) = &obstacle {
+            prose(ui, words, Theme::of(ui).t3);
         }
         if response.clicked()
             && let Ok(options) = options

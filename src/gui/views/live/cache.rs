@@ -37,8 +37,8 @@ pub fn show(ui: &mut Ui, rect: Rect, view: &RunView, marked: Option<u64>, compac
 fn how(metadata: Metadata) -> &'static str {
     match metadata {
         Metadata::Cached => "built once",
-        Metadata::Fused => "off: each layer builds",
-        Metadata::Published => "off: each layer builds, as published",
+        Metadata::Fused => "off, fused rebuild",
+        Metadata::Published => "off, as published",
     }
 }
 
