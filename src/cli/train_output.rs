@@ -64,7 +64,7 @@ impl Output {
                 self.preparing(stage, *done, *total, self.view.stages.len() > stage_before);
             }
             RunEvent::Started(info) => self.started(info),
-            RunEvent::Choices { choices } => {
+            RunEvent::Choices { choices, .. } => {
                 for choice in choices.iter().filter(|choice| !choices_before.contains(choice)) {
                     self.line(&choice.describe());
                 }

@@ -13,6 +13,8 @@ pub enum Action {
     SetUp,
     /// Show the run.
     Live,
+    /// Show comparisons.
+    Compare,
     /// Show the list of runs.
     Runs,
     /// Pick a `run.toml` and set it up.
@@ -126,7 +128,8 @@ pub const COMMANDS: &[Command] = &[
     command(Action::CopyRunFolder, Menu::Run, "Copy the path of the run folder", icons::COPY),
     command(Action::Home, Menu::View, "Home", icons::HOUSE).key(Key::Num1),
     command(Action::Live, Menu::View, "Live", icons::PULSE).key(Key::Num2),
-    command(Action::Runs, Menu::View, "Runs", icons::ROWS).key(Key::Num3),
+    command(Action::Compare, Menu::View, "Compare", icons::GIT_DIFF).key(Key::Num3),
+    command(Action::Runs, Menu::View, "Runs", icons::ROWS).key(Key::Num4),
     command(Action::NextTheme, Menu::View, "Next theme", icons::CIRCLE_HALF).key(Key::T),
     command(Action::ThemeSystem, Menu::View, "Theme of the system", icons::CIRCLE_HALF),
     command(Action::ThemeDark, Menu::View, "Dark theme", icons::MOON),

@@ -7,11 +7,13 @@ use anyhow::{Context as _, anyhow};
 use egui::{Context, ThemePreference, Ui, ViewportCommand, vec2};
 
 use super::actions::{self, Action};
+use super::current_comparison::{CurrentComparison, Findings};
 use super::current_run::CurrentRun;
 use super::dialogs::{self, Dialog};
 use super::palette::Palette;
 use super::probe::Probe;
 use super::toasts::Toasts;
+use super::views::compare::CompareView;
 use super::views::live::LiveView;
 use super::views::runs::RunsView;
 use super::views::setup::SetupView;
@@ -20,6 +22,7 @@ use super::views::{Request, Screen, ViewContext, waker};
 use super::{fonts, theme};
 use crate::base::error::Result;
 use crate::base::paths;
+use crate::session::compare::CompareOptions;
 use crate::session::config::RunConfig;
 use crate::session::event::Command;
 use crate::session::machine::Machine;
@@ -74,6 +77,8 @@ pub struct TandemApp {
     pub(super) active: Option<CurrentRun>,
     /// An old run that is looked at instead.
     pub(super) opened: Option<CurrentRun>,
+    /// The comparisons that run here, or the last ones that did.
+    comparison: Option<CurrentComparison>,
     pub(super) machine: Option<Machine>,
     pub(super) palette: Palette,
     pub(super) dialog: Option<Dialog>,
@@ -83,6 +88,7 @@ pub struct TandemApp {
     runs: RunsView,
     setup: SetupView,
     live: LiveView,
+    compare: CompareView,
     opening: Option<Task<(PathBuf, RunView)>>,
     rereading: Option<Task<(PathBuf, RunView)>>,
     reread: Option<Instant>,
@@ -100,6 +106,7 @@ impl TandemApp {
             screen: Screen::Home,
             active: None,
             opened: None,
+            comparison: None,
             machine: None,
             palette: Palette::default(),
             dialog: None,
@@ -109,6 +116,7 @@ impl TandemApp {
             runs: RunsView::default(),
             setup: SetupView::default(),
             live: LiveView::default(),
+            compare: CompareView::default(),
             opening: None,
             rereading: None,
             reread: None,
@@ -136,9 +144,27 @@ impl TandemApp {
         self.screen = Screen::Live;
     }
 
-    /// Whether a run trains in this window.
-    pub(super) fn training(&self) -> bool {
-        self.active.as_ref().is_some_and(CurrentRun::is_active)
+    /// Shows comparisons that were made already.
+    pub fn show_comparison(&mut self, found: Findings) {
+        self.comparison = Some(CurrentComparison::ended(found));
+        self.compare = CompareView::default();
+        self.screen = Screen::Compare;
+    }
+
+    /// The comparisons that Compare shows.
+    pub fn comparison(&self) -> Option<&Findings> {
+        self.comparison.as_ref().map(|comparison| &comparison.found)
+    }
+
+    /// Why nothing can be started in this window, when something runs.
+    fn busy(&self) -> Option<&'static str> {
+        if self.active.as_ref().is_some_and(CurrentRun::has_thread) {
+            Some("a run is training; stop it first")
+        } else if self.comparison.as_ref().is_some_and(CurrentComparison::is_running) {
+            Some("a comparison is running; stop it first")
+        } else {
+            None
+        }
     }
 
     /// Takes in what happened since the last frame. Never waits, never paints.
@@ -153,6 +179,12 @@ impl TandemApp {
                 self.runs.refresh(&waker(ctx));
                 self.welcome.refresh(&waker(ctx));
             }
+        }
+        if let Some(comparison) = &mut self.comparison
+            && comparison.drain(EVENT_BUDGET)
+            && comparison.is_running()
+        {
+            ctx.request_repaint_after(REPAINT_EVERY);
         }
         if self.quitting && !self.active.as_ref().is_some_and(CurrentRun::has_thread) {
             ctx.send_viewport_cmd(ViewportCommand::Close);
@@ -241,18 +273,25 @@ impl TandemApp {
     }
 
     fn view(&mut self, ui: &mut Ui, requests: &mut Vec<Request>) {
-        let training = self.training();
+        let busy = self.busy();
         let mut context = ViewContext {
             requests,
             waker: waker(ui.ctx()),
             machine: self.machine.as_ref(),
-            training,
+            busy,
             probe: &mut self.probe,
         };
         match self.screen {
             Screen::Home => self.welcome.ui(ui, &mut context),
             Screen::SetUp => self.setup.ui(ui, &mut context),
-            Screen::Live => self.live.ui(ui, self.opened.as_ref().or(self.active.as_ref()), &mut context),
+            Screen::Live => {
+                let run = self.opened.as_ref().or(self.active.as_ref());
+                let found = self.comparison.as_ref().map(|comparison| &comparison.found);
+                self.live.ui(ui, run, found, &mut context);
+            }
+            Screen::Compare => {
+                self.compare.ui(ui, self.comparison.as_ref(), || self.setup.config_or_problem(), &mut context);
+            }
             Screen::Runs => self.runs.ui(ui, &mut context),
         }
     }
@@ -260,12 +299,23 @@ impl TandemApp {
     fn fulfil(&mut self, request: Request, ctx: &Context) {
         match request {
             Request::Do(action) => self.perform(action, ctx),
-            Request::StartRun(config) => self.start(*config, ctx),
+            Request::StartRun(config) => self.start_run(*config, ctx),
             Request::OpenRun(folder) => self.open_run(folder, ctx),
             Request::SetUp(path) => self.set_up(&path),
             Request::StopRun => {
                 if let Some(run) = &self.active {
                     run.send(Command::Stop);
+                }
+            }
+            Request::Switch { optimization, on } => {
+                if let Some(run) = &self.active {
+                    run.send(Command::Switch { optimization, on });
+                }
+            }
+            Request::StartComparison(config, options) => self.start_comparison(*config, options, ctx),
+            Request::StopComparison => {
+                if let Some(comparison) = &mut self.comparison {
+                    comparison.stop();
                 }
             }
             Request::Say(text) => self.toasts.say(text),
@@ -278,7 +328,7 @@ impl TandemApp {
         let takes_commands = self.active.as_ref().is_some_and(CurrentRun::takes_commands);
         match action {
             Action::Stop | Action::SaveNow if !takes_commands => Some("No run is training"),
-            Action::StartStarter if self.training() => Some("A run is training; stop it first"),
+            Action::StartStarter => self.busy(),
             Action::Live | Action::CopyRunFolder if self.shown_run().is_none() => Some("No run is open"),
             _ => None,
         }
@@ -303,6 +353,7 @@ impl TandemApp {
                 }
                 self.screen = Screen::Live;
             }
+            Action::Compare => self.screen = Screen::Compare,
             Action::Runs => {
                 self.runs.refresh(&waker);
                 self.screen = Screen::Runs;
@@ -349,9 +400,10 @@ impl TandemApp {
         }
     }
 
-    fn start(&mut self, config: RunConfig, ctx: &Context) {
-        if self.active.as_ref().is_some_and(CurrentRun::has_thread) {
-            self.toasts.complain("A run is training; stop it before you start another.".into());
+    /// Starts a run and shows it, unless one trains already.
+    pub fn start_run(&mut self, config: RunConfig, ctx: &Context) {
+        if let Some(busy) = self.busy() {
+            self.toasts.complain(format!("Nothing was started: {busy}."));
             return;
         }
         match CurrentRun::start(config, ctx) {
@@ -360,6 +412,22 @@ impl TandemApp {
                 self.opened = None;
                 self.live = LiveView::default();
                 self.screen = Screen::Live;
+            }
+            Err(error) => self.toasts.complain(format!("{error:#}")),
+        }
+    }
+
+    /// Starts comparisons and shows them, unless something runs already.
+    pub fn start_comparison(&mut self, config: RunConfig, options: CompareOptions, ctx: &Context) {
+        if let Some(busy) = self.busy() {
+            self.toasts.complain(format!("Nothing was started: {busy}."));
+            return;
+        }
+        match CurrentComparison::start(config, options, ctx) {
+            Ok(comparison) => {
+                self.comparison = Some(comparison);
+                self.compare.show_results();
+                self.screen = Screen::Compare;
             }
             Err(error) => self.toasts.complain(format!("{error:#}")),
         }

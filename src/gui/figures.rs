@@ -65,6 +65,16 @@ pub fn grouped(value: f64, decimals: usize) -> String {
     }
 }
 
+/// `value` with `decimals` decimals and its sign, unless that is zero: `+1.1`, `−286`, `0.0`.
+pub fn signed(value: f64, decimals: usize) -> String {
+    let text = grouped(value.abs(), decimals);
+    match (text.chars().all(|c| matches!(c, '0' | '.')), value < 0.0) {
+        (true, _) => text,
+        (false, true) => format!("−{text}"),
+        (false, false) => format!("+{text}"),
+    }
+}
+
 fn minus(text: String) -> String {
     text.replacen('-', "−", 1)
 }
@@ -119,6 +129,14 @@ mod tests {
         assert_eq!([ms(0.0), ms(0.01), ms(12.34), ms(5321.06)], ["0", "<0.1", "12.3", "5,321.1"]);
         assert_eq!(duration(703.04), ("703.0".into(), "ms"));
         assert_eq!(duration(12_340.0), ("12.3".into(), "s"));
+    }
+
+    #[test]
+    fn changes_have_a_sign() {
+        assert_eq!(
+            [signed(1.06, 1), signed(-1286.3, 0), signed(-0.04, 1), signed(0.0, 2)],
+            ["+1.1", "−1,286", "0.0", "0.00"]
+        );
     }
 
     #[test]

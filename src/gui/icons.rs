@@ -34,6 +34,8 @@ pub const DIAMOND: &str = "\u{E1EC}";
 pub const DOTS_THREE: &str = "\u{E1FE}";
 /// `download-simple`
 pub const DOWNLOAD_SIMPLE: &str = "\u{E20C}";
+/// `export`
+pub const EXPORT: &str = "\u{EAF0}";
 /// `eye`
 pub const EYE: &str = "\u{E220}";
 /// `file-arrow-down`
@@ -127,6 +129,7 @@ pub const ALL: &[&str] = &[
     DIAMOND,
     DOTS_THREE,
     DOWNLOAD_SIMPLE,
+    EXPORT,
     EYE,
     FILE_ARROW_DOWN,
     FILE_PLUS,

@@ -2,6 +2,7 @@
 
 pub mod actions;
 pub mod app;
+pub mod current_comparison;
 mod current_run;
 mod dialogs;
 pub mod figures;

@@ -15,10 +15,11 @@ use super::views::{Request, Screen};
 use super::widgets::{focus_ring, icon_button, rule};
 use super::{figures, fonts, icons};
 
-const RAIL: [(Screen, Action, &str, &str); 4] = [
+const RAIL: [(Screen, Action, &str, &str); 5] = [
     (Screen::Home, Action::Home, "Home", icons::HOUSE),
     (Screen::SetUp, Action::SetUp, "Set up", icons::PLUS_SQUARE),
     (Screen::Live, Action::Live, "Live", icons::PULSE),
+    (Screen::Compare, Action::Compare, "Compare", icons::GIT_DIFF),
     (Screen::Runs, Action::Runs, "Runs", icons::ROWS),
 ];
 

@@ -52,6 +52,8 @@ pub struct Theme {
     pub warn: Color32,
     /// Failed, limit line.
     pub err: Color32,
+    /// Text for copies that compute waits for.
+    pub hot: Color32,
     /// Fill of a banner that says all is well.
     pub ok_bg: Color32,
     /// Fill of a warning banner.
@@ -90,6 +92,7 @@ pub const DARK: Theme = Theme {
     ok: rgb(0x5FCB7A),
     warn: rgb(0xE9B44C),
     err: rgb(0xFF7A66),
+    hot: rgb(0xFF8A6B),
     ok_bg: rgb(0x15291C),
     warn_bg: rgb(0x2E2614),
     err_bg: rgb(0x331C19),
@@ -130,6 +133,7 @@ pub const LIGHT: Theme = Theme {
     ok: rgb(0x18713A),
     warn: rgb(0x8A5A00),
     err: rgb(0xBF2C18),
+    hot: rgb(0xBF2C18),
     ok_bg: rgb(0xE2F3E7),
     warn_bg: rgb(0xFBF0D8),
     err_bg: rgb(0xFCE6E2),
@@ -157,6 +161,16 @@ impl Theme {
     /// Colour of a phase.
     pub fn phase(&self, phase: Phase) -> Color32 {
         self.phases[phase as usize]
+    }
+
+    /// Colour of text on the colour of a phase.
+    pub fn on_phase(&self, phase: Phase) -> Color32 {
+        match (self.dark, phase) {
+            (true, Phase::ExposedCopy | Phase::HostWait | Phase::DataWait) => self.on_acc,
+            (true, _) => self.bg0,
+            (false, Phase::Attention | Phase::Recompute | Phase::HostWait | Phase::DataWait) => self.t1,
+            (false, _) => self.on_acc,
+        }
     }
 
     /// Colour of a memory category: the hues of the phases, one palette to learn.
@@ -286,6 +300,7 @@ mod tests {
                 assert_eq!(theme.phase(phase), theme.phases[i]);
                 let least = if phase == Phase::DataWait { 2.0 } else { 3.0 };
                 assert!(contrast(theme.phase(phase), theme.bg1) >= least, "{phase:?}");
+                assert!(contrast(theme.on_phase(phase), theme.phase(phase)) >= 4.5, "text on {phase:?}");
                 assert!(Phase::ALL[..i].iter().all(|&other| theme.phase(other) != theme.phase(phase)));
             }
         }

@@ -108,6 +108,9 @@ pub enum RunEvent {
     },
     /// Which optimizations are on, and why: when training begins, and whenever that changes.
     Choices {
+        /// First step that runs with them; 0 in runs that were stored before it was kept.
+        #[serde(default)]
+        step: u64,
         /// All of them.
         choices: Vec<Choice>,
     },

@@ -149,7 +149,8 @@ impl<'a> Training<'a> {
     /// Tells which optimizations are on, when that is news.
     fn tell_choices(&mut self) {
         if let Some(choices) = self.prepared.trainer.take_choices() {
-            self.context.sink.emit(RunEvent::Choices { choices });
+            let step = self.prepared.trainer.steps_done().max(1);
+            self.context.sink.emit(RunEvent::Choices { step, choices });
         }
     }
 

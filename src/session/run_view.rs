@@ -6,7 +6,7 @@ use super::event::{NoteLevel, Outcome, RunEvent, RunInfo, TimedEvent};
 use super::{run_folder, store};
 use crate::base::error::Result;
 use crate::tensor::phase::Span;
-use crate::train::report::{Choice, EvalReport, StepReport};
+use crate::train::report::{Choice, EvalReport, Optimization, StepReport};
 
 /// Weight of the past in the smoothed loss.
 const SMOOTHING: f64 = 0.9;
@@ -110,6 +110,17 @@ pub struct StepSpans {
     pub spans: Vec<Span>,
 }
 
+/// An optimization that was switched while the run went on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Switched {
+    /// First step that ran with it.
+    pub step: u64,
+    /// Which one.
+    pub optimization: Optimization,
+    /// On or off.
+    pub on: bool,
+}
+
 /// A run, live or old.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RunView {
@@ -123,6 +134,8 @@ pub struct RunView {
     pub steps: Vec<StepPoint>,
     /// Which optimizations are on, by the last word of the run.
     pub choices: Vec<Choice>,
+    /// What was switched after the first step, in order: by the user, or because memory was short.
+    pub switched: Vec<Switched>,
     /// Held-out evaluations in order.
     pub evals: Vec<EvalReport>,
     /// Log lines in order.
@@ -145,6 +158,7 @@ impl Default for RunView {
             stages: Vec::new(),
             steps: Vec::new(),
             choices: Vec::new(),
+            switched: Vec::new(),
             evals: Vec::new(),
             notes: Vec::new(),
             saved: Vec::new(),
@@ -210,7 +224,7 @@ impl RunView {
                     smoothed_loss,
                 });
             }
-            RunEvent::Choices { choices } => self.choices.clone_from(choices),
+            RunEvent::Choices { step, choices } => self.choose(*step, choices),
             RunEvent::Eval(report) => self.evals.push(*report),
             RunEvent::Stopping => {
                 if !self.state.is_over() {
@@ -227,6 +241,18 @@ impl RunView {
                 self.state = RunState::Finished { outcome: outcome.clone(), steps: *steps };
             }
         }
+    }
+
+    fn choose(&mut self, step: u64, choices: &[Choice]) {
+        // What is known by the first step is how the run began.
+        if step > 1 {
+            let changed = |now: &&Choice| {
+                self.choices.iter().any(|before| before.optimization == now.optimization && before.on != now.on)
+            };
+            let changed = choices.iter().filter(changed);
+            self.switched.extend(changed.map(|now| Switched { step, optimization: now.optimization, on: now.on }));
+        }
+        self.choices = choices.to_vec();
     }
 
     fn smooth(&mut self, loss: f64) -> f64 {
@@ -286,6 +312,24 @@ mod tests {
         view.apply(&at(5, RunEvent::Stopping));
         assert_eq!(view.state.describe(), "stopped");
         assert_eq!(view.began_unix_ms, Some(1));
+    }
+
+    #[test]
+    fn what_is_switched_after_the_first_step_is_kept_with_its_step() {
+        let (cache, graphs) = (Optimization::MetadataCache, Optimization::CudaGraphs);
+        let choices = |step: u64, on: [bool; 2]| {
+            let choice = |(optimization, on)| Choice { optimization, on, available: true, why: String::new() };
+            RunEvent::Choices { step, choices: [cache, graphs].into_iter().zip(on).map(choice).collect() }
+        };
+        let mut view = RunView::default();
+        for (step, on) in
+            [(1, [true, true]), (1, [true, false]), (5, [true, true]), (9, [false, true]), (9, [false, true])]
+        {
+            view.apply(&at(0, choices(step, on)));
+        }
+        let switched: Vec<_> = view.switched.iter().map(|s| (s.step, s.optimization, s.on)).collect();
+        assert_eq!(switched, [(5, graphs, true), (9, cache, false)]);
+        assert!(!view.choices[0].on && view.choices[1].on);
     }
 
     #[test]

@@ -1,19 +1,29 @@
-//! A run as test data: losses that fall, phases that sum up, memory by category.
+//! A run as test data: losses that fall, phases that sum up, memory by category, a cache that answers.
+
+pub mod offload;
+pub mod reports;
 
 use std::path::PathBuf;
 
 use tandem::session::event::{NoteLevel, Outcome, RunEvent, RunInfo, TimedEvent};
 use tandem::session::run_view::RunView;
-use tandem::session::{CategoryBytes, EvalReport, MemoryCategory, MemoryReport, Phase, PhaseTime, StepReport};
+use tandem::session::{
+    AttentionPath, CacheCounts, CacheEntry, CacheReport, CategoryBytes, Choice, EvalReport, LaneKind, MemoryCategory,
+    MemoryReport, Metadata, Optimization, Pass, Phase, PhaseTime, Span, StepReport,
+};
 
 const MIB: u64 = 1 << 20;
 const BEGAN: i64 = 1_790_000_000_000;
 
 /// A run of `steps` of 60 steps; it ends when all are done.
 pub fn run(steps: u64) -> RunView {
+    apply(events(steps))
+}
+
+fn apply(events: Vec<TimedEvent>) -> RunView {
     let mut view = RunView::default();
-    for event in events(steps) {
-        view.apply(&event);
+    for event in &events {
+        view.apply(event);
     }
     view
 }
@@ -38,6 +48,7 @@ pub fn events(steps: u64) -> Vec<TimedEvent> {
         return events;
     }
     tell(1200, RunEvent::Started(info()));
+    tell(1, RunEvent::Choices { step: 1, choices: choices() });
     for step in 1..=steps {
         let report = step_report(step);
         let ms = report.step_ms as i64;
@@ -79,6 +90,50 @@ fn info() -> RunInfo {
         num_train_records: 2_692,
         num_eval_records: 142,
     }
+}
+
+/// What is on in a run on a CPU, with reasons.
+fn choices() -> Vec<Choice> {
+    let choice = |optimization| {
+        let (on, available, why) = match optimization {
+            Optimization::MetadataCache => (true, true, "one build for each pack and window"),
+            Optimization::DoubleBuffer => (false, false, "no activations are offloaded"),
+            Optimization::ActivationOffload => (false, true, "host memory is where a CPU keeps them anyway"),
+            Optimization::KeepActivations => (false, true, "set in the configuration"),
+            Optimization::VarlenAttention => (true, true, "no T×T mask"),
+            Optimization::CudaGraphs => (false, false, "there is no GPU in this run"),
+        };
+        Choice { optimization, on, available, why: why.into() }
+    };
+    Optimization::ALL.into_iter().map(choice).collect()
+}
+
+fn cache() -> CacheReport {
+    CacheReport {
+        metadata: Metadata::Cached,
+        counts: CacheCounts { lookups: 60, hits: 59, builds: 1, evictions: 0, built_bytes: 24_576 },
+        metadata_ms: Some(0.6),
+        entries: vec![CacheEntry { window: None, path: AttentionPath::Varlen, bytes: 24_576, hits: 59 }],
+    }
+}
+
+/// Spans of 30 blocks, one after the other.
+fn spans(step_ms: f64) -> Vec<Span> {
+    let layers = (0..30).map(|layer| (layer, Pass::Forward)).chain((0..30).rev().map(|layer| (layer, Pass::Backward)));
+    let ms = step_ms / 60.0;
+    let span = |(i, (layer, pass))| {
+        let start_ms = f64::from(i) * ms;
+        let layer = Some(layer);
+        [(Phase::Attention, 0.0, 0.4), (Phase::Mlp, 0.4, 1.0)].map(|(phase, from, to)| Span {
+            lane: LaneKind::Compute,
+            phase,
+            pass,
+            layer,
+            start_ms: start_ms + from * ms,
+            end_ms: start_ms + to * ms,
+        })
+    };
+    (0..).zip(layers).flat_map(span).collect()
 }
 
 /// A number between 0 and 1 that looks random and is the same every time.
@@ -134,8 +189,8 @@ fn step_report(step: u64) -> StepReport {
             process_bytes: Some(total + 160 * MIB),
         },
         counters: None,
-        cache: None,
+        cache: Some(cache()),
         copies: None,
-        spans: Vec::new(),
+        spans: spans(sum),
     }
 }

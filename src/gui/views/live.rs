@@ -1,22 +1,35 @@
-//! The Live screen: one run, training now or read from its folder. Loss, step anatomy, memory and log.
+//! The Live screen: one run, training now or read from its folder. Plots over its steps, what ran when in the last one,
+//! and its optimizations: switched, predicted and measured.
 
 mod anatomy;
+mod cache;
+mod formulas;
 mod header;
+mod intervals;
+mod layout;
 mod log;
 mod loss;
+mod marks;
 mod memory;
-mod series;
+mod predicted;
+pub(super) mod series;
+mod streams;
+mod switchboard;
 
 use egui::accesskit::Role;
-use egui::{Align, Align2, Layout, Margin, Rect, Ui, UiBuilder, WidgetInfo, pos2, vec2};
+use egui::{Align, Align2, Layout, Margin, Rect, ScrollArea, Sense, Ui, UiBuilder, WidgetInfo, pos2, vec2};
 
+use self::formulas::Figures;
+use self::switchboard::Worth;
 use super::welcome::progress_bar;
-use super::{Request, ViewContext};
+use super::{Request, ViewContext, capitalized};
 use crate::gui::actions::Action;
+use crate::gui::current_comparison::Findings;
 use crate::gui::current_run::CurrentRun;
 use crate::gui::theme::Theme;
 use crate::gui::widgets::{Button, Tile, label, rule, text};
 use crate::gui::{fonts, icons};
+use crate::session::Optimization;
 use crate::session::event::Outcome;
 use crate::session::run_view::{RunState, RunView};
 
@@ -28,6 +41,8 @@ const HEADER: f32 = 52.0;
 pub struct LiveView {
     loss: loss::LossTile,
     anatomy: anatomy::AnatomyTile,
+    streams: streams::StreamsTile,
+    switchboard: switchboard::Switchboard,
     log: log::LogTile,
     /// The step under the pointer, shared by the tiles.
     hovered_step: Option<u64>,
@@ -35,7 +50,13 @@ pub struct LiveView {
 
 impl LiveView {
     /// Draws the screen.
-    pub fn ui(&mut self, ui: &mut Ui, run: Option<&CurrentRun>, context: &mut ViewContext<'_>) {
+    pub fn ui(
+        &mut self,
+        ui: &mut Ui,
+        run: Option<&CurrentRun>,
+        found: Option<&Findings>,
+        context: &mut ViewContext<'_>,
+    ) {
         let theme = Theme::of(ui);
         let body = ui.max_rect();
         ui.painter().rect_filled(body, 0, theme.bg1);
@@ -52,28 +73,63 @@ impl LiveView {
         if run.view.steps.is_empty() {
             preparing(ui, rest, &run.view);
         } else {
-            self.tiles(ui, rest, run, context);
+            let paired = found.zip(run.view.info.as_ref()).map(|(found, info)| found.paired(info)).unwrap_or_default();
+            self.tiles(ui, rest, run, &paired, context);
         }
     }
 
-    fn tiles(&mut self, ui: &mut Ui, rest: Rect, run: &CurrentRun, context: &mut ViewContext<'_>) {
-        let theme = Theme::of(ui);
+    fn tiles(
+        &mut self,
+        ui: &mut Ui,
+        rest: Rect,
+        run: &CurrentRun,
+        paired: &[(Optimization, f64)],
+        context: &mut ViewContext<'_>,
+    ) {
+        let layout = layout::Layout::of(rest.size());
+        if !layout.scrolls {
+            self.place(ui, rest, &layout, (run, paired), context);
+            return;
+        }
+        let mut page = ui.new_child(UiBuilder::new().max_rect(rest));
+        ScrollArea::vertical().id_salt("live tiles").auto_shrink(false).show(&mut page, |ui| {
+            let (page, _) = ui.allocate_exact_size(vec2(rest.width(), layout.height), Sense::hover());
+            self.place(ui, page, &layout, (run, paired), context);
+        });
+    }
+
+    fn place(
+        &mut self,
+        ui: &mut Ui,
+        page: Rect,
+        layout: &layout::Layout,
+        (run, paired): (&CurrentRun, &[(Optimization, f64)]),
+        context: &mut ViewContext<'_>,
+    ) {
         let view = &run.view;
         // Gaps of one pixel show this colour: the lines between the tiles.
-        ui.painter().rect_filled(rest, 0, theme.line);
-        let middle_x = (rest.center().x).round();
-        let middle_y = (rest.top() + rest.height() * 0.57).round();
-        // Each rectangle is made from its corners. With closures over `with_max_x` and `with_min_x` the right tiles came
-        // out as wide as nothing in builds that rustc 1.95 optimized (`tests/gui.rs` holds the places).
-        let upper_left = Rect::from_min_max(rest.min, pos2(middle_x, middle_y));
-        let upper_right = Rect::from_min_max(pos2(middle_x + 1.0, rest.top()), pos2(rest.right(), middle_y));
-        let lower_left = Rect::from_min_max(pos2(rest.left(), middle_y + 1.0), pos2(middle_x, rest.bottom()));
-        let lower_right = Rect::from_min_max(pos2(middle_x + 1.0, middle_y + 1.0), rest.max);
+        ui.painter().rect_filled(page, 0, Theme::of(ui).line);
+        let at = |tile: Rect| tile.translate(page.min.to_vec2());
+        let marks = marks::marks(&view.switched);
+        let figures = Figures::of(view);
+        let compact = layout.compact;
+        let marked = self.hovered_step;
         let mut hovered = None;
-        self.loss.show(ui, upper_left, view, self.hovered_step, &mut hovered);
-        self.anatomy.show(ui, upper_right, view, self.hovered_step, &mut hovered);
-        memory::show(ui, lower_left, view, context.machine, self.hovered_step, &mut hovered);
-        self.log.show(ui, lower_right, view);
+        self.loss.show(ui, at(layout.loss), view, &marks, marked, &mut hovered);
+        self.anatomy.show(ui, at(layout.anatomy), view, &marks, marked, &mut hovered);
+        self.streams.show(ui, at(layout.streams), run, (compact, layout.scrolls), context);
+        memory::show(ui, at(layout.memory), view, context.machine, &marks, marked, &mut hovered);
+        self.log.show(ui, at(layout.log), view);
+        self.switchboard.show(
+            ui,
+            at(layout.optimizations),
+            run,
+            &Worth { figures: &figures, paired },
+            compact,
+            context,
+        );
+        predicted::show(ui, at(layout.predicted), view, &figures, compact);
+        cache::show(ui, at(layout.cache), view, marked, compact);
         if hovered != self.hovered_step {
             self.hovered_step = hovered;
             ui.ctx().request_repaint();
@@ -205,8 +261,31 @@ fn stage_row(ui: &mut Ui, theme: &Theme, stage: &str, failed: bool) {
     text(ui.painter(), pos2(rect.left() + 24.0, y), Align2::LEFT_CENTER, stage, fonts::table(), theme.t1, rect.width());
 }
 
-/// The first letter in upper case, as at the start of a sentence.
-fn capitalized(words: &str) -> String {
-    let mut chars = words.chars();
-    chars.next().map_or_else(String::new, |first| first.to_uppercase().chain(chars).collect())
+/// A step for tests, as `change` wants it.
+#[cfg(test)]
+fn test_step(step: u64, change: impl FnOnce(&mut crate::session::StepReport)) -> crate::session::event::TimedEvent {
+    use crate::session::{MemoryReport, StepReport};
+    let mut report = StepReport {
+        step,
+        loss: 1.0,
+        grad_norm: 1.0,
+        clipped: false,
+        lr: 1e-4,
+        total_tokens: 8,
+        document_tokens: 8,
+        num_label_tokens: 8,
+        step_ms: 10.0,
+        phases: Vec::new(),
+        not_attributed_ms: 0.0,
+        memory: MemoryReport { categories: Vec::new(), now_bytes: 0, peak_bytes: 0, process_bytes: None },
+        counters: None,
+        cache: None,
+        copies: None,
+        spans: Vec::new(),
+    };
+    change(&mut report);
+    let report = Box::new(report);
+    let event =
+        crate::session::event::RunEvent::Step { report, epoch: 0.0, elapsed_s: 0.0, tokens_seen: 0, eta_s: None };
+    crate::session::event::TimedEvent { unix_ms: 0, event }
 }

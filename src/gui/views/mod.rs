@@ -1,5 +1,6 @@
 //! The screens. A view draws itself from plain data and asks the app for what it cannot do itself.
 
+pub mod compare;
 pub mod live;
 pub mod runs;
 pub mod setup;
@@ -10,6 +11,8 @@ use std::sync::Arc;
 
 use super::actions::Action;
 use super::probe::Probe;
+use crate::session::Optimization;
+use crate::session::compare::CompareOptions;
 use crate::session::config::RunConfig;
 use crate::session::machine::Machine;
 use crate::session::runtime::Waker;
@@ -24,6 +27,8 @@ pub enum Screen {
     SetUp,
     /// The run.
     Live,
+    /// Comparisons.
+    Compare,
     /// List of runs.
     Runs,
 }
@@ -41,6 +46,17 @@ pub enum Request {
     SetUp(PathBuf),
     /// Save and end the run that trains.
     StopRun,
+    /// Switch an optimization of the run that trains, between two steps.
+    Switch {
+        /// Which one.
+        optimization: Optimization,
+        /// On or off.
+        on: bool,
+    },
+    /// Start comparisons.
+    StartComparison(Box<RunConfig>, CompareOptions),
+    /// End the comparison that runs; what it has found stays.
+    StopComparison,
     /// Tell the user something in passing.
     Say(String),
     /// Tell the user what went wrong; stays until dismissed.
@@ -55,8 +71,8 @@ pub struct ViewContext<'a> {
     pub waker: Waker,
     /// This machine, once it was looked at.
     pub machine: Option<&'a Machine>,
-    /// Whether a run trains in this window now.
-    pub training: bool,
+    /// Why nothing else can be started in this window now, when something runs.
+    pub busy: Option<&'static str>,
     /// For tests that drive the window from outside.
     pub probe: &'a mut Probe,
 }
@@ -72,4 +88,10 @@ impl ViewContext<'_> {
 pub fn waker(ctx: &egui::Context) -> Waker {
     let ctx = ctx.clone();
     Arc::new(move || ctx.request_repaint_after(super::app::REPAINT_EVERY))
+}
+
+/// The first letter in upper case, as at the start of a sentence.
+fn capitalized(words: &str) -> String {
+    let mut chars = words.chars();
+    chars.next().map_or_else(String::new, |first| first.to_uppercase().chain(chars).collect())
 }

@@ -1,7 +1,7 @@
 //! The Set up screen: model, method, data with what the model will see of it, and the start.
 
 mod data_tile;
-mod fields;
+pub(super) mod fields;
 mod form;
 mod jobs;
 mod method_tile;
@@ -83,6 +83,12 @@ impl SetupView {
     pub fn config(&self) -> (RunConfig, bool) {
         let (config, problems) = self.form.config();
         (config, problems.is_empty())
+    }
+
+    /// The configuration that the fields make, and what is wrong with it, in words.
+    pub fn config_or_problem(&self) -> (RunConfig, Option<String>) {
+        let (config, problems) = self.form.config();
+        (config, problems.first().map(start_tile::in_words))
     }
 
     fn choose_model(&mut self, path: &Path) {

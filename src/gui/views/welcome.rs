@@ -256,7 +256,7 @@ impl WelcomeView {
         };
         let button = Button::new(words).icon(icon).primary().height(36.0).min_width(width);
         let response =
-            ui.add_enabled(!context.training, button).on_disabled_hover_text("A run is training; stop it first");
+            ui.add_enabled(context.busy.is_none(), button).on_disabled_hover_text(context.busy.unwrap_or_default());
         context.probe.rect("starter", &response);
         context.probe.state("starter_ready", ready);
         if response.clicked() {

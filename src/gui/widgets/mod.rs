@@ -7,6 +7,7 @@ pub mod log_row;
 pub mod segmented;
 pub mod spark;
 pub mod stat;
+pub mod swatch;
 pub mod switch;
 pub mod tile;
 
@@ -19,6 +20,7 @@ use super::theme::Theme;
 pub use button::Button;
 pub use segmented::segmented;
 pub use stat::Stat;
+pub use swatch::swatch;
 pub use switch::switch;
 pub use tile::Tile;
 

@@ -46,7 +46,11 @@ impl<'a> Stat<'a> {
         let value =
             text(painter, pos2(rect.left(), baseline), Align2::LEFT_TOP, self.value, fonts::stat(), color, width);
         let unit_at = pos2(value.right() + 3.0, value.bottom() - 2.5);
-        text(painter, unit_at, Align2::LEFT_BOTTOM, self.unit, fonts::small(), theme.t3, rect.right() - unit_at.x);
+        let unit = painter.layout_no_wrap(self.unit.into(), fonts::small(), theme.t3);
+        // A figure without its unit reads better than one with half of it.
+        if unit_at.x + unit.size().x <= rect.right() {
+            painter.galley(unit_at - vec2(0.0, unit.size().y), unit, theme.t3);
+        }
         response
     }
 }

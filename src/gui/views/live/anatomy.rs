@@ -1,21 +1,24 @@
 //! The step anatomy tile: where the milliseconds of each step went, as stacked bars and as a table.
 
 use egui::accesskit::Role;
-use egui::{Align2, Painter, Rect, Sense, Stroke, Ui, WidgetInfo, lerp, pos2, vec2};
+use egui::{Align2, Color32, Painter, Rect, Sense, Stroke, Ui, WidgetInfo, lerp, pos2, vec2};
 
 use super::loss::step_point;
+use super::marks::{self, Mark};
 use super::series::{decimals, ticks};
 use crate::base::units;
 use crate::gui::theme::Theme;
 use crate::gui::widgets::bars::{Bar, Fill, Segment, step_bars};
-use crate::gui::widgets::hatch::hatch;
-use crate::gui::widgets::{Tile, rule, segmented, text};
+use crate::gui::widgets::{Tile, rule, segmented, swatch, text, tile};
 use crate::gui::{figures, fonts, icons};
 use crate::session::run_view::{RunView, StepPoint};
 use crate::session::{Phase, PhaseTime, StepReport};
 
-/// Steps in the nearer view.
-const LAST: usize = 40;
+/// Most steps in the nearer view.
+const MOST: f32 = 40.0;
+/// Room for the figures left of the bars and for the brackets right of them.
+const LEFT: f32 = 38.0;
+const RIGHT: f32 = 32.0;
 /// What may stay without a phase.
 const UNEXPLAINED: f64 = 0.02;
 
@@ -44,33 +47,46 @@ struct Times {
 
 impl AnatomyTile {
     /// Draws the tile. `marked` is the step under the pointer in the last frame; `hovered` gets this frame's.
-    pub fn show(&mut self, ui: &mut Ui, rect: Rect, view: &RunView, marked: Option<u64>, hovered: &mut Option<u64>) {
+    pub fn show(
+        &mut self,
+        ui: &mut Ui,
+        rect: Rect,
+        view: &RunView,
+        marks: &[Mark],
+        marked: Option<u64>,
+        hovered: &mut Option<u64>,
+    ) {
+        let step = |step: &StepPoint| (format!("step {}", units::count(step.report.step)), Times::of(&step.report));
+        let (title, times) = match (self.choice, marked.and_then(|step| step_point(view, step)), view.last_step()) {
+            (_, Some(marked), _) => step(marked),
+            (Choice::Mean, None, _) => {
+                (format!("mean of {}", units::count(view.steps.len() as u64)), Times::mean(&view.steps))
+            }
+            (_, None, Some(last)) => step(last),
+            (_, None, None) => return,
+        };
+        let width = rect.width() - 2.0 * tile::PADDING;
+        let table_columns = TableColumns::of(ui.painter(), &times, width);
+        let chart_width = width - table_columns.width - 12.0;
+        // As many bars as there is room for with a gap between them.
+        let most = ((chart_width - LEFT - RIGHT) / 4.0).clamp(10.0, MOST) as usize;
+        let last = format!("last {most}");
         let mut choice = self.choice;
         Tile::new("Step anatomy").show(
             ui,
             rect,
             |ui| {
-                let options = [(Choice::Last, "last 40"), (Choice::All, "all"), (Choice::Mean, "mean")];
+                let options = [(Choice::Last, last.as_str()), (Choice::All, "all"), (Choice::Mean, "mean")];
                 segmented(ui, "Steps shown", &mut choice, &options, 20.0);
             },
             |ui| {
                 let area = ui.max_rect();
-                let table_width = (area.width() * 0.54).clamp(250.0, 330.0);
-                let chart = area.with_max_x(area.right() - table_width - 20.0);
-                bars(ui, chart, self.choice, view, marked, hovered);
-                let table_rect = area.with_min_x(area.right() - table_width);
-                let marked = marked.and_then(|step| step_point(view, step));
-                let (title, times) = match (self.choice, marked, view.last_step()) {
-                    (_, Some(step), _) => (format!("step {}", units::count(step.report.step)), Times::of(&step.report)),
-                    (Choice::Mean, None, _) => {
-                        (format!("mean of {}", units::count(view.steps.len() as u64)), Times::mean(&view.steps))
-                    }
-                    (_, None, Some(step)) => {
-                        (format!("step {}", units::count(step.report.step)), Times::of(&step.report))
-                    }
-                    (_, None, None) => return,
+                let steps = match self.choice {
+                    Choice::Last => &view.steps[view.steps.len().saturating_sub(most)..],
+                    Choice::All | Choice::Mean => &view.steps[..],
                 };
-                table(ui, table_rect, &title, &times);
+                bars(ui, area.with_max_x(area.left() + chart_width), steps, marks, marked, hovered);
+                table(ui, area.with_min_x(area.right() - table_columns.width), &title, &times, &table_columns);
             },
         );
         self.choice = choice;
@@ -125,11 +141,7 @@ struct Column {
     times: Times,
 }
 
-fn columns(view: &RunView, choice: Choice, width: f32) -> Vec<Column> {
-    let steps = match choice {
-        Choice::Last => &view.steps[view.steps.len().saturating_sub(LAST)..],
-        Choice::All | Choice::Mean => &view.steps[..],
-    };
+fn columns(steps: &[StepPoint], width: f32) -> Vec<Column> {
     // A bar is at least two points wide; several steps share one where there are more.
     let most = (width / 2.0).max(1.0) as usize;
     let size = steps.len().div_ceil(most).max(1);
@@ -143,23 +155,23 @@ fn columns(view: &RunView, choice: Choice, width: f32) -> Vec<Column> {
         .collect()
 }
 
-fn bars(ui: &mut Ui, area: Rect, choice: Choice, view: &RunView, marked: Option<u64>, hovered: &mut Option<u64>) {
+fn bars(ui: &mut Ui, area: Rect, steps: &[StepPoint], marks: &[Mark], marked: Option<u64>, hovered: &mut Option<u64>) {
     let theme = Theme::of(ui);
-    let plot = Rect::from_min_max(area.min + vec2(44.0, 18.0), pos2(area.right() - 34.0, area.bottom() - 20.0));
-    let columns = columns(view, choice, plot.width());
+    let plot = Rect::from_min_max(area.min + vec2(LEFT, 18.0), pos2(area.right() - RIGHT, area.bottom() - 20.0));
+    let columns = columns(steps, plot.width());
     let bars: Vec<Bar> = columns.iter().map(|c| c.times.bar(theme)).collect();
     let totals: Vec<f64> = bars.iter().map(Bar::total).collect();
     let (max, num_taller) = axis(&totals);
     let painter = ui.painter();
     let y_of = |ms: f64| lerp(plot.bottom()..=plot.top(), (ms / max) as f32);
-    let marks = ticks(0.0, max, (plot.height() / 48.0).clamp(2.0, 6.0) as usize);
+    let levels = ticks(0.0, max, (plot.height() / 48.0).clamp(2.0, 6.0) as usize);
     // Long steps have their axis in seconds.
     let (unit, name) = if max >= 10_000.0 { (1e3, "s") } else { (1.0, "ms") };
-    let digits = decimals(&marks.iter().map(|mark| mark / unit).collect::<Vec<f64>>());
-    for mark in &marks {
-        let y = painter.round_to_pixel_center(y_of(*mark));
+    let digits = decimals(&levels.iter().map(|level| level / unit).collect::<Vec<f64>>());
+    for level in &levels {
+        let y = painter.round_to_pixel_center(y_of(*level));
         painter.hline(plot.x_range(), y, Stroke::new(1.0, theme.grid));
-        let figure = figures::grouped(*mark / unit, digits);
+        let figure = figures::grouped(*level / unit, digits);
         text(painter, pos2(plot.left() - 8.0, y), Align2::RIGHT_CENTER, &figure, fonts::small(), theme.t3, 44.0);
     }
     text(
@@ -183,6 +195,7 @@ fn bars(ui: &mut Ui, area: Rect, choice: Choice, view: &RunView, marked: Option<
         text(painter, at, Align2::RIGHT_CENTER, &words, fonts::small(), theme.t3, 80.0);
     }
     rule(painter, plot.x_range(), plot.bottom() + 0.5, theme.line2);
+    switch_marks(painter, theme, area.with_min_x(plot.left()), plot, marks, &columns, &rects);
     let Some((last_rect, last_bar)) = rects.last().zip(bars.last()) else { return };
     brackets(painter, theme, *last_rect, last_bar, &y_of);
 
@@ -213,6 +226,27 @@ fn bars(ui: &mut Ui, area: Rect, choice: Choice, view: &RunView, marked: Option<
     let words = format!("Milliseconds of steps {first} to {last} by phase");
     let response = ui.interact(plot, ui.scope_id().with("bars"), Sense::hover());
     response.widget_info(|| WidgetInfo::labeled(Role::Image, true, &words));
+}
+
+/// A line before every bar with a step that changed a setting; the last one says what, above the bars.
+fn switch_marks(
+    painter: &Painter,
+    theme: &Theme,
+    area: Rect,
+    plot: Rect,
+    marks: &[Mark],
+    columns: &[Column],
+    rects: &[Rect],
+) {
+    let place = |mark: &Mark| columns.iter().position(|c| (c.first..=c.last).contains(&mark.step));
+    let placed: Vec<(f32, &Mark)> =
+        marks.iter().filter_map(|mark| Some((rects[place(mark)?].left() - 1.0, mark))).collect();
+    for (x, _) in &placed {
+        marks::line(painter, theme, *x, (plot.top() - 4.0..=plot.bottom()).into());
+    }
+    if let Some((x, mark)) = placed.last() {
+        marks::words(painter, theme, *x, area.top() + 4.0, area, &mark.words);
+    }
 }
 
 /// Top of the axis over bars of these heights, and how many of them go beyond it. The first steps time algorithms or warm caches up, and one may
@@ -250,15 +284,37 @@ fn brackets(painter: &Painter, theme: &Theme, last: Rect, bar: &Bar, y_of: &dyn 
     }
 }
 
-/// Distance of the right edges of the columns from the table's right edge: fwd, bwd, ms, %.
-const COLUMNS: [f32; 4] = [164.0, 104.0, 40.0, 0.0];
+/// Where the figures of the table stand.
+struct TableColumns {
+    /// Width of the table.
+    width: f32,
+    /// Distance of the right edges of fwd, bwd, ms and % from the table's right edge.
+    right: [f32; 4],
+}
 
-fn table(ui: &mut Ui, rect: Rect, title: &str, times: &Times) {
+impl TableColumns {
+    /// As wide as the sums of `times` need, and wider in a tile with room.
+    fn of(painter: &Painter, times: &Times, available: f32) -> Self {
+        const NAME: f32 = 98.0;
+        const SHARE: f32 = 30.0;
+        let sum = |of: fn(&PhaseTime) -> Option<f64>| times.phases.iter().filter_map(of).sum();
+        let sums: [f64; 3] = [sum(|p| p.forward_ms), sum(|p| p.backward_ms), times.step_ms];
+        // Digits are of one width, so that columns move only with the number of them.
+        let needed = sums.map(|ms| {
+            painter.layout_no_wrap(figures::ms(ms.max(100.0)), fonts::medium(12.0), Color32::WHITE).size().x + 9.0
+        });
+        let room = 0.5 * available - NAME - SHARE - needed.iter().sum::<f32>();
+        let [fwd, bwd, ms] = needed.map(|width| width + (room / 3.0).clamp(0.0, 22.0));
+        Self { width: NAME + fwd + bwd + ms + SHARE, right: [bwd + ms + SHARE, ms + SHARE, SHARE, 0.0] }
+    }
+}
+
+fn table(ui: &mut Ui, rect: Rect, title: &str, times: &Times, columns: &TableColumns) {
     let theme = Theme::of(ui);
     let row_height = ((rect.height() - 4.0) / 14.0).clamp(15.0, 23.0);
     let mut y = rect.top() + row_height / 2.0;
     let painter = ui.painter().clone();
-    let x = |column: usize| rect.right() - COLUMNS[column];
+    let x = |column: usize| rect.right() - columns.right[column];
     text(&painter, pos2(rect.left(), y), Align2::LEFT_CENTER, title, fonts::small(), theme.t3, 110.0);
     for (column, name) in ["fwd", "bwd", "ms", "%"].into_iter().enumerate() {
         text(&painter, pos2(x(column), y), Align2::RIGHT_CENTER, name, fonts::small(), theme.t3, 60.0);
@@ -341,27 +397,6 @@ fn tell(ui: &Ui, rect: Rect, y: f32, height: f32, words: &str) {
     let row = Rect::from_center_size(pos2(rect.center().x, y), vec2(rect.width(), height));
     let response = ui.interact(row, ui.scope_id().with(words), Sense::hover());
     response.widget_info(|| WidgetInfo::labeled(Role::Label, true, words));
-}
-
-/// The square before a name in a legend.
-pub(super) struct Swatch(Rect);
-
-/// A swatch of 10×10 at `left`, centred on `y`.
-pub(super) fn swatch(painter: &Painter, left: f32, y: f32) -> Swatch {
-    let scale = painter.pixels_per_point();
-    let snap = |v: f32| (v * scale).round() / scale;
-    Swatch(Rect::from_min_size(pos2(snap(left), snap(y - 5.0)), vec2(10.0, 10.0)))
-}
-
-impl Swatch {
-    /// In one colour.
-    pub fn fill(self, painter: &Painter, color: egui::Color32) {
-        painter.rect_filled(self.0, 2, color);
-    }
-
-    fn hatch(self, painter: &Painter, theme: &Theme) {
-        hatch(painter, self.0, theme.t3, theme.bg3);
-    }
 }
 
 #[cfg(test)]

@@ -21,10 +21,11 @@ pub fn show(ui: &mut Ui, rect: Rect, run: &CurrentRun, context: &mut ViewContext
     let inner = rect.shrink2(vec2(12.0, 0.0));
     let buttons_left = buttons(ui, inner, run, context);
     let compact = rect.width() < 1250.0;
-    let name_width = ((inner.width() - 900.0) * 0.6).clamp(190.0, 330.0);
+    let progress_width = if compact { 170.0 } else { 212.0 };
+    // What the progress, six figures and the gaps leave.
+    let name_width = (buttons_left - inner.left() - progress_width - 540.0).clamp(190.0, 330.0);
     name(ui, inner.with_max_x(inner.left() + name_width), run);
     let progress_left = inner.left() + name_width + 20.0;
-    let progress_width = if compact { 170.0 } else { 212.0 };
     progress(ui, Rect::from_min_size(pos2(progress_left, rect.top()), vec2(progress_width, rect.height())), run);
     let figures_left = progress_left + progress_width + if compact { 16.0 } else { 24.0 };
     let area = Rect::from_min_max(pos2(figures_left, rect.top() + 8.0), pos2(buttons_left - 12.0, rect.bottom()));

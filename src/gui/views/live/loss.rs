@@ -5,6 +5,7 @@ use std::ops::RangeInclusive;
 use egui::{Align2, Color32, Painter, Pos2, Rect, Sense, Shape, Stroke, Ui, UiBuilder, Vec2b, pos2, vec2};
 use egui_plot::{Line, Plot, PlotPoints, PlotTransform};
 
+use super::marks::{self, Mark};
 use super::series::{XAxis, decimals, thin, ticks, time_ticks};
 use crate::gui::theme::Theme;
 use crate::gui::widgets::{Tile, rule, segmented, text};
@@ -26,7 +27,15 @@ pub struct LossTile {
 
 impl LossTile {
     /// Draws the tile. `marked` is the step under the pointer in the last frame; `hovered` gets this frame's.
-    pub fn show(&mut self, ui: &mut Ui, rect: Rect, view: &RunView, marked: Option<u64>, hovered: &mut Option<u64>) {
+    pub fn show(
+        &mut self,
+        ui: &mut Ui,
+        rect: Rect,
+        view: &RunView,
+        marks: &[Mark],
+        marked: Option<u64>,
+        hovered: &mut Option<u64>,
+    ) {
         let mut axis = self.axis;
         Tile::new("Loss").show(
             ui,
@@ -34,13 +43,13 @@ impl LossTile {
             |ui| {
                 segmented(ui, "Horizontal axis", &mut axis, &XAxis::ALL, 20.0);
             },
-            |ui| body(ui, self.axis, view, marked, hovered),
+            |ui| body(ui, self.axis, view, marks, marked, hovered),
         );
         self.axis = axis;
     }
 }
 
-fn body(ui: &mut Ui, axis: XAxis, view: &RunView, marked: Option<u64>, hovered: &mut Option<u64>) {
+fn body(ui: &mut Ui, axis: XAxis, view: &RunView, marks: &[Mark], marked: Option<u64>, hovered: &mut Option<u64>) {
     let theme = Theme::of(ui);
     let area = ui.max_rect();
     let strip = if area.height() < 260.0 { 30.0 } else { 44.0 };
@@ -78,6 +87,7 @@ fn body(ui: &mut Ui, axis: XAxis, view: &RunView, marked: Option<u64>, hovered: 
     x_axis(painter, theme, plot, strips.bottom(), axis, &transform);
 
     let whole = Rect::from_min_max(plot.min, pos2(plot.right(), strips.bottom()));
+    switch_marks(painter, theme, whole, axis, view, marks, &transform);
     if let Some(pointer) =
         ui.input(|input| input.pointer.hover_pos()).filter(|p| whole.contains(*p) && ui.clip_rect().contains(*p))
     {
@@ -198,6 +208,30 @@ fn diamonds(painter: &Painter, theme: &Theme, plot: Rect, axis: XAxis, view: &Ru
         if plot.expand(1.0).contains(at) {
             diamond(painter, theme, at);
         }
+    }
+}
+
+/// A line at every step that changed a setting; the last one in sight says what.
+fn switch_marks(
+    painter: &Painter,
+    theme: &Theme,
+    area: Rect,
+    axis: XAxis,
+    view: &RunView,
+    marks: &[Mark],
+    transform: &PlotTransform,
+) {
+    let mut last = None;
+    for mark in marks {
+        let Some(x) = axis.of_step(view, mark.step) else { continue };
+        let x = transform.position_from_point_x(x);
+        if area.x_range().contains(x) {
+            marks::line(painter, theme, x, area.y_range());
+            last = Some((x, mark));
+        }
+    }
+    if let Some((x, mark)) = last {
+        marks::words(painter, theme, x, area.top() + 6.0, area, &mark.words);
     }
 }
 

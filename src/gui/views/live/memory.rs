@@ -3,17 +3,17 @@
 use egui::accesskit::Role;
 use egui::{Align2, Color32, Mesh, Painter, Pos2, Rect, Sense, Shape, Stroke, Ui, WidgetInfo, lerp, pos2, vec2};
 
-use super::anatomy::swatch;
 use super::loss::step_point;
+use super::marks::{self, Mark};
 use super::series::{decimals, ticks};
 use crate::base::units;
 use crate::gui::theme::Theme;
 use crate::gui::widgets::bars::budget_bar;
-use crate::gui::widgets::{Tile, rule, text};
+use crate::gui::widgets::{Tile, describe, rule, swatch, text};
 use crate::gui::{figures, fonts};
 use crate::session::machine::Machine;
 use crate::session::run_view::{RunView, StepPoint};
-use crate::session::{MemoryCategory, MemoryReport};
+use crate::session::{MemoryCategory, MemoryReport, StepReport};
 
 const GIB: f64 = (1u64 << 30) as f64;
 /// Areas thinner than this have no edge of their own.
@@ -25,31 +25,41 @@ pub fn show(
     rect: Rect,
     view: &RunView,
     machine: Option<&Machine>,
+    marks: &[Mark],
     marked: Option<u64>,
     hovered: &mut Option<u64>,
 ) {
     let theme = Theme::of(ui);
     let note = |ui: &mut Ui| {
         let peak = view.last_step().map_or(0, |s| s.report.memory.peak_bytes);
-        let words = format!("peak {} GiB", figures::gib(peak));
+        let mut words = format!("peak {} GiB", figures::gib(peak));
+        if let Some((name, bytes)) = view.last_step().and_then(|step| host_copies(&step.report)) {
+            words = format!("{words} · {name} {} GiB", figures::gib(bytes));
+        }
         crate::gui::widgets::label(ui, &words, fonts::small(), theme.t3);
     };
     Tile::new("Memory").show(ui, rect, note, |ui| {
         let area = ui.max_rect();
         let table_width = (area.width() * 0.36).clamp(190.0, 230.0);
-        areas(ui, area.with_max_x(area.right() - table_width - 20.0), view, marked, hovered);
+        areas(ui, area.with_max_x(area.right() - table_width - 20.0), view, marks, marked, hovered);
         let shown = marked.and_then(|step| step_point(view, step)).or(view.last_step());
         if let Some(step) = shown {
-            table(ui, area.with_min_x(area.right() - table_width), &step.report.memory, machine);
+            table(ui, area.with_min_x(area.right() - table_width), &step.report, machine);
         }
     });
+}
+
+/// Host memory in which offloaded activations wait: page-locked where a GPU copies.
+fn host_copies(report: &StepReport) -> Option<(&'static str, u64)> {
+    let bytes = report.copies.as_ref()?.host_bytes;
+    Some((if report.counters.is_some() { "pinned" } else { "host copies" }, bytes))
 }
 
 fn bytes_of(report: &MemoryReport, category: MemoryCategory) -> (u64, u64) {
     report.categories.iter().find(|c| c.category == category).map_or((0, 0), |c| (c.now_bytes, c.peak_bytes))
 }
 
-fn areas(ui: &mut Ui, area: Rect, view: &RunView, marked: Option<u64>, hovered: &mut Option<u64>) {
+fn areas(ui: &mut Ui, area: Rect, view: &RunView, marks: &[Mark], marked: Option<u64>, hovered: &mut Option<u64>) {
     let theme = Theme::of(ui);
     let plot = Rect::from_min_max(area.min + vec2(36.0, 18.0), area.max - vec2(0.0, 20.0));
     let Some((first, last)) = view.steps.first().zip(view.steps.last()) else { return };
@@ -58,12 +68,12 @@ fn areas(ui: &mut Ui, area: Rect, view: &RunView, marked: Option<u64>, hovered: 
     let max = (highest as f64 / GIB * 1.15).max(1e-3);
     let painter = ui.painter().with_clip_rect(area.expand(8.0).intersect(ui.clip_rect()));
     let y_of = |gib: f64| lerp(plot.bottom()..=plot.top(), (gib / max) as f32);
-    let marks = ticks(0.0, max, (plot.height() / 44.0).clamp(2.0, 6.0) as usize);
-    let digits = decimals(&marks);
-    for mark in &marks {
-        let y = painter.round_to_pixel_center(y_of(*mark));
+    let levels = ticks(0.0, max, (plot.height() / 44.0).clamp(2.0, 6.0) as usize);
+    let digits = decimals(&levels);
+    for level in &levels {
+        let y = painter.round_to_pixel_center(y_of(*level));
         painter.hline(plot.x_range(), y, Stroke::new(1.0, theme.grid));
-        let figure = figures::grouped(*mark, digits);
+        let figure = figures::grouped(*level, digits);
         text(&painter, pos2(plot.left() - 8.0, y), Align2::RIGHT_CENTER, &figure, fonts::small(), theme.t3, 36.0);
     }
     // One sample a point at most; a single step is drawn over the whole width.
@@ -84,7 +94,10 @@ fn areas(ui: &mut Ui, area: Rect, view: &RunView, marked: Option<u64>, hovered: 
     }
     stack(&painter, theme, &samples, &xs, &y_of);
     process_line(&painter, theme, plot, &samples, &xs, &y_of);
-    peak_line(&painter, theme, plot, last.report.memory.peak_bytes, &y_of);
+    peak_line(&painter, theme, plot, &last.report.memory, &y_of);
+    for mark in marks.iter().filter(|mark| (low..=high).contains(&(mark.step as f32))) {
+        marks::line(&painter, theme, x_of(mark.step), plot.y_range());
+    }
 
     let y = plot.bottom() + 14.0;
     text(&painter, pos2(plot.left() - 8.0, y), Align2::RIGHT_CENTER, "step", fonts::small(), theme.t3, 36.0);
@@ -193,19 +206,24 @@ fn process_line(
     text(painter, at, Align2::LEFT_BOTTOM, &words, fonts::small(), theme.t2, 120.0);
 }
 
-/// The peak so far, dashed: what a step keeps for its backward pass is gone at its end, where the areas are taken.
-fn peak_line(painter: &Painter, theme: &Theme, plot: Rect, peak_bytes: u64, y_of: &dyn Fn(f64) -> f32) {
-    let y = painter.round_to_pixel_center(y_of(peak_bytes as f64 / GIB));
+/// The peak so far, dashed: what a step keeps for its backward pass is gone at its end, where the areas are taken. Its name gives way to the line of the
+/// process; the title bar has the figure.
+fn peak_line(painter: &Painter, theme: &Theme, plot: Rect, memory: &MemoryReport, y_of: &dyn Fn(f64) -> f32) {
+    let y = painter.round_to_pixel_center(y_of(memory.peak_bytes as f64 / GIB));
     let ends = [pos2(plot.left(), y), pos2(plot.right(), y)];
     painter.extend(Shape::dashed_line(&ends, Stroke::new(1.0, theme.t2), 6.0, 4.0));
-    let words = format!("peak within a step {}", figures::gib(peak_bytes));
-    text(painter, pos2(plot.left() + 4.0, y - 2.0), Align2::LEFT_BOTTOM, &words, fonts::small(), theme.t2, 160.0);
+    let process_y = memory.process_bytes.map(|bytes| y_of(bytes as f64 / GIB));
+    if process_y.is_none_or(|process_y| process_y > y || y - process_y > 18.0) {
+        let words = format!("peak within a step {}", figures::gib(memory.peak_bytes));
+        text(painter, pos2(plot.left() + 4.0, y - 2.0), Align2::LEFT_BOTTOM, &words, fonts::small(), theme.t2, 160.0);
+    }
 }
 
-fn table(ui: &mut Ui, rect: Rect, report: &MemoryReport, machine: Option<&Machine>) {
+fn table(ui: &mut Ui, rect: Rect, step: &StepReport, machine: Option<&Machine>) {
     let theme = Theme::of(ui);
+    let report = &step.memory;
     let painter = ui.painter().clone();
-    let row_height = ((rect.height() - 34.0) / 11.0).clamp(15.0, 24.0);
+    let row_height = ((rect.height() - 34.0) / 12.0).clamp(15.0, 24.0);
     let mut y = rect.top() + row_height / 2.0;
     let (now_x, peak_x) = (rect.right() - 52.0, rect.right());
     text(&painter, pos2(rect.left(), y), Align2::LEFT_CENTER, "GiB", fonts::small(), theme.t3, 60.0);
@@ -257,6 +275,14 @@ fn table(ui: &mut Ui, rect: Rect, report: &MemoryReport, machine: Option<&Machin
         }
         text(&painter, pos2(rect.left() + 18.0, y), Align2::LEFT_CENTER, "process", fonts::table(), theme.t1, 90.0);
         text(&painter, pos2(now_x, y), Align2::RIGHT_CENTER, &figures::gib(bytes), fonts::table(), theme.t1, 60.0);
+    }
+    if let Some((name, bytes)) = host_copies(step) {
+        y += row_height;
+        let bytes = figures::gib(bytes);
+        text(&painter, pos2(rect.left() + 18.0, y), Align2::LEFT_CENTER, name, fonts::table(), theme.t1, 90.0);
+        text(&painter, pos2(now_x, y), Align2::RIGHT_CENTER, &bytes, fonts::table(), theme.t1, 60.0);
+        let row = Rect::from_center_size(pos2(rect.center().x, y), vec2(rect.width(), row_height));
+        describe(ui, row, name, &format!("{name} {bytes} GiB"));
     }
     let Some(ram) = machine.and_then(|machine| machine.ram) else { return };
     let y = y + row_height + 6.0;

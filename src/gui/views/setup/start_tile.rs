@@ -19,8 +19,6 @@ pub const HEIGHT: f32 = 348.0;
 
 /// What is said while background work runs.
 const CHECKING: &str = "still checking";
-/// What is said while a run trains in this window.
-const TRAINING: &str = "a run is training; stop it first";
 
 impl SetupView {
     pub(super) fn start_tile(
@@ -111,15 +109,12 @@ impl SetupView {
     }
 
     /// Why training cannot start; `None` when it can.
-    pub(super) fn obstacle(&self, problems: &[Problem], training: bool) -> Option<String> {
+    pub(super) fn obstacle(&self, problems: &[Problem], busy: Option<&str>) -> Option<String> {
         if let Some(problem) = problems.first() {
-            return Some(match caption(&problem.field) {
-                "" => problem.message.clone(),
-                caption => format!("{caption}: {}", problem.message),
-            });
+            return Some(in_words(problem));
         }
-        if training {
-            return Some(TRAINING.into());
+        if let Some(busy) = busy {
+            return Some(busy.into());
         }
         let jobs = &self.jobs;
         if jobs.model.is_behind() || jobs.preview.is_behind() {
@@ -135,7 +130,7 @@ impl SetupView {
     }
 
     fn start_button(&mut self, ui: &mut Ui, config: &RunConfig, problems: &[Problem], context: &mut ViewContext<'_>) {
-        let obstacle = self.obstacle(problems, context.training);
+        let obstacle = self.obstacle(problems, context.busy);
         ui.horizontal(|ui| {
             let room = ui.available_width();
             let width = if obstacle.is_some() { 160.0 } else { room };
@@ -146,7 +141,8 @@ impl SetupView {
             if let Some(words) = &obstacle {
                 let theme = Theme::of(ui);
                 // What is not done yet is no mistake.
-                let is_mistake = ![CHECKING, TRAINING].contains(&words.as_str())
+                let is_mistake = *words != CHECKING
+                    && Some(words.as_str()) != context.busy
                     && !problems.iter().any(|problem| problem.message == *words);
                 if !is_mistake {
                     label(ui, words, fonts::table(), theme.t3);
@@ -164,6 +160,14 @@ impl SetupView {
                 context.ask(Request::StartRun(Box::new(config.clone())));
             }
         });
+    }
+}
+
+/// A problem with the field that has it.
+pub fn in_words(problem: &Problem) -> String {
+    match caption(&problem.field) {
+        "" => problem.message.clone(),
+        caption => format!("{caption}: {}", problem.message),
     }
 }
 
