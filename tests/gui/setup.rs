@@ -6,7 +6,7 @@ use egui::accesskit::Role;
 use egui_kittest::kittest::{NodeT as _, Queryable as _};
 use tandem::gui::views::Screen;
 use tandem::session::config::RunConfig;
-use tandem::session::{LayoutChoice, Overlong, ScheduleKind};
+use tandem::session::{ActivationsChoice, AttentionPath, LayoutChoice, Overlong, ScheduleKind, Switch};
 
 use super::{App, app, build, builder, click, support, wait_for};
 
@@ -153,6 +153,37 @@ fn wrong_fields_say_why_and_start_is_off() {
     fill(&mut harness, "Held out", "0");
     // Nothing is held out now: another preview, another sentence.
     wait_for(&mut harness, "the preview", |h| h.query_by_label_contains("Nothing is held out").is_some());
+}
+
+#[test]
+fn optimizations_are_set_beside_the_rows() {
+    let mut harness = setup_screen();
+    let (config, _) = app(&mut harness).setup_config();
+    assert_eq!(config.train.activations, ActivationsChoice::Auto);
+    harness.get_by_role_and_label(Role::ComboBox, "Layout");
+    click(&mut harness, Role::RadioButton, "optimizations");
+    assert!(harness.query_by_role_and_label(Role::ComboBox, "Layout").is_none());
+    let choose = |harness: &mut App, field: &str, words: &str| {
+        harness.get_by_role_and_label(Role::ComboBox, field).click();
+        harness.run_steps(3);
+        harness.get_by_label(words).click();
+        harness.run_steps(3);
+    };
+    let buffers = |harness: &App| {
+        harness.get_by_role_and_label(Role::ComboBox, "Buffers of copies back").accesskit_node().is_disabled()
+    };
+    choose(&mut harness, "Packing metadata", "rebuilt, as published");
+    choose(&mut harness, "Buffers of copies back", "one: copy, then compute");
+    choose(&mut harness, "Attention", "by a dense mask");
+    assert!(!buffers(&harness));
+    choose(&mut harness, "Blocks keep", "their input, and compute the rest again");
+    assert!(buffers(&harness), "nothing is offloaded");
+    choose(&mut harness, "Blocks keep", "their input, in host memory: least memory");
+    fill(&mut harness, "Save every", "25");
+    let (config, _) = app(&mut harness).setup_config();
+    assert_eq!((config.train.activations, config.train.attention), (ActivationsChoice::Offload, AttentionPath::Masked));
+    assert_eq!((config.optimizations.metadata_cache, config.optimizations.offload_buffers), (Switch::Off, 1));
+    assert_eq!(config.train.save_every, 25);
 }
 
 #[test]

@@ -6,6 +6,7 @@ mod form;
 mod jobs;
 mod method_tile;
 mod model_tile;
+mod optimization_fields;
 mod rows_tile;
 mod sees_tile;
 mod start_tile;
@@ -18,6 +19,7 @@ use egui::{Align, Align2, Layout, Rect, Ui, UiBuilder, pos2, vec2};
 
 use self::form::{Dropped, Form};
 use self::jobs::{Jobs, Wanted};
+use self::rows_tile::Side;
 use self::token_flow::{TokenFlow, Writing};
 use super::{Request, ViewContext};
 use crate::gui::theme::Theme;
@@ -43,6 +45,8 @@ pub struct SetupView {
     /// What is typed into the filter of models.
     filter: String,
     writing: Writing,
+    /// What the tile of rows shows.
+    side: Side,
     /// The pack in sight, from 0.
     pack: usize,
     flow: TokenFlow,
@@ -58,6 +62,7 @@ impl Default for SetupView {
             starter: Ok(Status::Absent),
             filter: String::new(),
             writing: Writing::default(),
+            side: Side::default(),
             pack: 0,
             flow: TokenFlow::default(),
             looked_for_models: false,

@@ -4,7 +4,10 @@ use std::path::{Path, PathBuf};
 
 use crate::base::units;
 use crate::session::config::RunConfig;
-use crate::session::{LayoutChoice, MethodKind, Overlong, ScheduleKind, TrainOn};
+use crate::session::{
+    ActivationsChoice, AttentionPath, LayoutChoice, MetadataBaseline, MethodKind, Overlong, ScheduleKind, Switch,
+    TrainOn,
+};
 
 /// Projections that can get an adapter, with their short names on the screen.
 pub const PROJECTIONS: [(&str, &str); 7] = [
@@ -26,6 +29,14 @@ pub enum LengthUnit {
     Epochs,
     /// Optimizer steps.
     Steps,
+}
+
+/// What is done about metadata of packs: two fields of `run.toml`, of which the second counts where the first is off.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CacheChoice {
+    Auto,
+    Kept,
+    Rebuilt(MetadataBaseline),
 }
 
 /// A field that holds something wrong.
@@ -66,6 +77,13 @@ pub struct Form {
     pub packs_per_step: String,
     pub length_unit: LengthUnit,
     pub length: String,
+    pub eval_every: String,
+    pub save_every: String,
+    pub activations: ActivationsChoice,
+    pub attention: AttentionPath,
+    pub cuda_graphs: bool,
+    pub cache: CacheChoice,
+    pub offload_buffers: usize,
 }
 
 impl Default for Form {
@@ -103,6 +121,17 @@ impl Form {
             packs_per_step: units::count(config.train.grad_accum_steps as u64),
             length_unit: if steps { LengthUnit::Steps } else { LengthUnit::Epochs },
             length: if steps { units::count(config.train.max_steps) } else { number(config.train.epochs) },
+            eval_every: units::count(config.train.eval_every),
+            save_every: units::count(config.train.save_every),
+            activations: config.train.activations,
+            attention: config.train.attention,
+            cuda_graphs: config.train.cuda_graphs,
+            cache: match config.optimizations.metadata_cache {
+                Switch::Auto => CacheChoice::Auto,
+                Switch::On => CacheChoice::Kept,
+                Switch::Off => CacheChoice::Rebuilt(config.optimizations.metadata_baseline),
+            },
+            offload_buffers: config.optimizations.offload_buffers,
             base: config.clone(),
         }
     }
@@ -138,6 +167,21 @@ impl Form {
         read.integer("optimizer.warmup_steps", &self.warmup, &mut config.optimizer.warmup_steps);
         config.optimizer.schedule = self.schedule;
         read.integer("train.grad_accum_steps", &self.packs_per_step, &mut config.train.grad_accum_steps);
+        read.integer("train.eval_every", &self.eval_every, &mut config.train.eval_every);
+        read.integer("train.save_every", &self.save_every, &mut config.train.save_every);
+        config.train.activations = self.activations;
+        config.train.attention = self.attention;
+        config.train.cuda_graphs = self.cuda_graphs;
+        let optimizations = &mut config.optimizations;
+        optimizations.metadata_cache = match self.cache {
+            CacheChoice::Auto => Switch::Auto,
+            CacheChoice::Kept => Switch::On,
+            CacheChoice::Rebuilt(baseline) => {
+                optimizations.metadata_baseline = baseline;
+                Switch::Off
+            }
+        };
+        optimizations.offload_buffers = self.offload_buffers;
         match self.length_unit {
             LengthUnit::Epochs => {
                 config.train.max_steps = 0;
@@ -292,6 +336,15 @@ mod tests {
         config.optimizer.lr = 2e-4;
         config.optimizer.weight_decay = 0.01;
         config.train.max_steps = 1200;
+        config.train.eval_every = 0;
+        config.train.save_every = 1500;
+        config.train.activations = ActivationsChoice::Offload;
+        config.train.attention = AttentionPath::Masked;
+        config.train.cuda_graphs = false;
+        config.optimizations.metadata_cache = Switch::Off;
+        config.optimizations.metadata_baseline = MetadataBaseline::Fused;
+        config.optimizations.offload_buffers = 1;
+        config.optimizations.offload_headroom_mib = 77;
         let (back, problems) = Form::from_config(&config).config();
         assert_eq!(problems, []);
         assert_eq!(back.data.eval_fraction, 0.07);

@@ -29,6 +29,7 @@ impl SetupView {
                     // The scroll bar floats over the right edge.
                     let third = ((ui.available_width() - 2.0 * GAP - 6.0) / 3.0).floor();
                     self.numbers(ui, third, problems);
+                    self.intervals(ui, third, problems);
                     if self.form.kind == MethodKind::Lora {
                         self.adapters(ui, problems);
                     }
@@ -77,6 +78,16 @@ impl SetupView {
                 let steps = self.jobs.preview.result.ok().map(|preview| preview.total_steps);
                 self.form.change_length_unit(steps);
             }
+        });
+    }
+
+    /// How often the run looks back: evaluation and saving.
+    fn intervals(&mut self, ui: &mut Ui, third: f32, problems: &[Problem]) {
+        let form = &mut self.form;
+        ui.horizontal_top(|ui| {
+            let find = |name: &str| problem(problems, name);
+            field(ui, "Evaluate every", &mut form.eval_every, third, "steps", find("train.eval_every"));
+            field(ui, "Save every", &mut form.save_every, third, "steps", find("train.save_every"));
         });
     }
 

@@ -1,4 +1,5 @@
-//! The tile How rows are read: layout, mapping, what trains, what is held out, what happens to long documents.
+//! The tile How rows are read: layout, mapping, what trains, what is held out, what happens to long documents. It shares its place with the
+//! optimizations.
 
 use egui::{Rect, RichText, Ui, vec2};
 
@@ -8,7 +9,7 @@ use super::fields::{choice, field, problem, prose, trouble};
 use super::form::Problem;
 use crate::gui::fonts;
 use crate::gui::theme::Theme;
-use crate::gui::widgets::{Button, Tile, label};
+use crate::gui::widgets::{Button, Tile, label, segmented};
 use crate::session::preview::Column;
 use crate::session::{LayoutChoice, Overlong, TrainOn};
 
@@ -22,24 +23,44 @@ const LAYOUTS: [LayoutChoice; 7] = [
     LayoutChoice::Mapping,
 ];
 
+/// What the tile shows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Side {
+    #[default]
+    Rows,
+    Optimizations,
+}
+
 impl SetupView {
     pub(super) fn rows_tile(&mut self, ui: &mut Ui, rect: Rect, problems: &[Problem]) {
         let found = self.jobs.preview.result.ok().map(|preview| layout_name(preview.layout));
-        Tile::new("How rows are read").show(
+        let mut side = self.side;
+        let (title, note) = match side {
+            Side::Rows => ("How rows are read", found),
+            Side::Optimizations => ("Optimizations", None),
+        };
+        Tile::new(title).show(
             ui,
             rect,
             |ui| {
-                if let Some(found) = found {
-                    label(ui, found, fonts::small(), Theme::of(ui).t3);
+                ui.spacing_mut().item_spacing.x = 8.0;
+                let sides = [(Side::Rows, "rows"), (Side::Optimizations, "optimizations")];
+                segmented(ui, "Settings in this tile", &mut side, &sides, 20.0);
+                if let Some(note) = note {
+                    label(ui, note, fonts::small(), Theme::of(ui).t3);
                 }
             },
             |ui| {
-                egui::ScrollArea::vertical().id_salt("rows").auto_shrink(false).show(ui, |ui| {
+                egui::ScrollArea::vertical().id_salt(title).auto_shrink(false).show(ui, |ui| {
                     ui.spacing_mut().item_spacing = vec2(10.0, 8.0);
-                    self.row_fields(ui, problems);
+                    match self.side {
+                        Side::Rows => self.row_fields(ui, problems),
+                        Side::Optimizations => self.optimization_fields(ui),
+                    }
                 });
             },
         );
+        self.side = side;
     }
 
     fn row_fields(&mut self, ui: &mut Ui, problems: &[Problem]) {

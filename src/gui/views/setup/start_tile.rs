@@ -187,6 +187,8 @@ fn caption(field: &str) -> &str {
         "train.grad_accum_steps" => "Packs per step",
         "train.epochs" => "Epochs",
         "train.max_steps" => "Steps",
+        "train.eval_every" => "Evaluate every",
+        "train.save_every" => "Save every",
         other => other,
     }
 }
