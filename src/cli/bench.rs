@@ -261,7 +261,7 @@ fn print_ops(out: &mut impl io::Write, device: &Device, json: bool) -> Result<()
 fn print_row(out: &mut impl io::Write, row: &BenchRow) -> io::Result<()> {
     let ms = |ms: Option<f64>| ms.map_or_else(|| "—".to_owned(), |ms| format!("{ms:.2}"));
     let pack = units::count(row.pack as u64);
-    let graphs = match row.cuda_graphs {
+    let graphs = match row.recorded {
         None => "",
         Some(true) => " · graphs",
         Some(false) => " · no graphs",

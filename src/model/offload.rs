@@ -10,7 +10,7 @@ use std::sync::{MutexGuard, PoisonError};
 use super::batch::DeviceBatch;
 use super::policy::{Activations, OffloadPolicy};
 use super::transformer::Transformer;
-use crate::base::error::Result;
+use crate::base::error::{OutOfMemory, Result};
 use crate::base::units;
 use crate::tensor::memory::available_host_bytes;
 use crate::tensor::offload::{Carrier, Faults, Reload};
@@ -61,8 +61,11 @@ pub(super) struct Offload {
     generation: u64,
     buffers: Option<(usize, String)>,
     refused: Option<String>,
+    /// Whether a pass of this step carried something, and of how many blocks at most.
     num_blocks: usize,
     buffer_bytes: usize,
+    /// Slots and bytes for which there was no host memory, and why.
+    no_room: Option<(usize, usize, String)>,
     /// What ended a pass.
     error: Option<anyhow::Error>,
 }
@@ -103,7 +106,7 @@ impl Offload {
 
     pub(super) fn set_policy(&mut self, policy: OffloadPolicy) {
         if policy != self.policy {
-            (self.policy, self.buffers, self.refused) = (policy, None, None);
+            (self.policy, self.buffers, self.refused, self.no_room) = (policy, None, None, None);
         }
     }
 
@@ -131,7 +134,8 @@ impl Offload {
         });
         OffloadState {
             buffers: self.buffers.clone(),
-            refused: self.refused.clone(),
+            // Small batches beside large ones are no refusal.
+            refused: self.refused.clone().filter(|_| self.num_blocks == 0),
             fallback,
             num_blocks: self.num_blocks,
             buffer_bytes: self.buffer_bytes as u64,
@@ -157,12 +161,16 @@ impl Offload {
     /// Makes room for a batch before its pass; whether its inputs will be offloaded.
     pub(super) fn prepare(&mut self, device: &Device, load: Load) -> bool {
         self.refused = guardrails(device, load, self.policy).and_then(|()| self.make_room(device, load)).err();
-        if self.refused.is_none() && load.bytes > self.buffer_bytes {
-            // More than was looked at when the number of buffers was chosen.
-            (self.buffer_bytes, self.buffers) = (load.bytes, None);
+        if self.refused.is_some() {
+            return false;
         }
-        self.num_blocks = if self.refused.is_none() { load.end - load.first } else { 0 };
-        self.refused.is_none()
+        if load.bytes > self.buffer_bytes {
+            // More than was looked at when the number of buffers was chosen, for what is recorded as well.
+            (self.buffer_bytes, self.buffers) = (load.bytes, None);
+            self.generation += 1;
+        }
+        self.num_blocks = self.num_blocks.max(load.end - load.first);
+        true
     }
 
     fn make_room(&mut self, device: &Device, load: Load) -> Result<(), String> {
@@ -170,14 +178,30 @@ impl Offload {
         if self.carrier.as_ref().is_some_and(|carrier| carrier.has_room(num_slots, load.bytes)) {
             return Ok(());
         }
+        if let Some((slots, bytes, why)) = &self.no_room
+            && num_slots >= *slots
+            && load.bytes >= *bytes
+        {
+            return Err(why.clone());
+        }
         self.carrier = None;
         self.generation += 1;
-        let budget = self.policy.pinned_bytes.or_else(|| available_host_bytes().map(|bytes| bytes / 2));
-        let pinned =
-            budget.map_or(num_slots, |budget| (budget / load.bytes.max(1) as u64).min(num_slots as u64) as usize);
-        let carrier = Carrier::new(device, num_slots, load.bytes, pinned, self.faults);
-        self.carrier = Some(carrier.map_err(|error| format!("{error:#}"))?);
+        let made = self.carrier_for(device, num_slots, load.bytes);
+        let carrier = made.inspect_err(|why| self.no_room = Some((num_slots, load.bytes, why.clone())))?;
+        self.carrier = Some(carrier);
         Ok(())
+    }
+
+    fn carrier_for(&self, device: &Device, num_slots: usize, bytes: usize) -> Result<Carrier, String> {
+        let available = available_host_bytes();
+        let needed = (num_slots * bytes) as u64;
+        if let Some(available) = available.filter(|available| *available < needed) {
+            let (is, wanted) = (units::bytes(available), units::bytes(needed));
+            return Err(format!("{wanted} of host memory are needed, and {is} are free"));
+        }
+        let budget = self.policy.pinned_bytes.or(available.map(|bytes| bytes / 2));
+        let pinned = budget.map_or(num_slots, |budget| (budget / bytes.max(1) as u64).min(num_slots as u64) as usize);
+        Carrier::new(device, num_slots, bytes, pinned, self.faults).map_err(|error| format!("{error:#}"))
     }
 
     /// The second device buffer of `shape` for what comes back, where there are two.
@@ -270,6 +294,11 @@ impl<'a> Travel<'a> {
     /// the first copy starts now.
     pub(super) fn return_into(&mut self, shape: &[usize]) {
         self.free.extend(self.offload.second_buffer(self.device, shape));
+        if self.offload.faults.memory_for_two && !self.free.is_empty() {
+            let error = OutOfMemory { wanted_bytes: 0, free_bytes: 0, category: MemoryCategory::Workspace.name() };
+            self.offload.error = Some(error.into());
+            return;
+        }
         self.reload();
     }
 
@@ -338,6 +367,11 @@ impl Transformer {
     /// Makes room in host memory for the inputs of blocks of batches of `tokens` tokens, before the first of them; whether they will be offloaded.
     pub fn prepare_offload(&self, tokens: usize) -> bool {
         self.offload().prepare(&self.device, self.load_of(tokens))
+    }
+
+    /// A step begins: what became of offloading is told of its passes from now on.
+    pub fn begin_offload_step(&self) {
+        self.offload().num_blocks = 0;
     }
 
     /// What became of offloading so far.

@@ -41,7 +41,7 @@ pub enum AttentionPath {
     /// By where documents start: work for the pairs that are seen.
     #[default]
     Varlen,
-    /// By a dense T×T mask for each window: work for every pair of the pack.
+    /// By a dense T×T mask for each window, which is read for every pair of the pack.
     Masked,
 }
 

@@ -89,6 +89,11 @@ impl Recordings {
         self.kinds.iter_mut().for_each(|(_, recording)| *recording = None);
     }
 
+    /// Forgets everything, so that a kind of pass is queued launch by launch again at its first time: only such passes are charged for their memory.
+    pub fn clear(&mut self) {
+        self.kinds.clear();
+    }
+
     /// Lets passes be recorded from now on, or not. What was recorded stays.
     pub fn enable(&mut self, enabled: bool) {
         (self.enabled, self.unused) = (enabled, None);
@@ -97,7 +102,6 @@ impl Recordings {
     fn give_up(&mut self, why: String) {
         tracing::warn!("CUDA graphs are not used: {why}");
         self.unused = Some(why);
-        self.kinds.clear();
     }
 
     /// The place for the recording of a kind that has run before. A kind that is new is noted, and has none yet: its first pass lets the matrix library
@@ -239,7 +243,7 @@ impl Transformer {
             return None;
         }
         {
-            let _phase = self.device.clock().enter(Phase::Metadata, Pass::Forward, None);
+            let _phase = self.device.clock().enter(Phase::Metadata, Pass::Step, None);
             recording.batch.copy_from(batch);
             for Documents { window, metadata, lookups } in &mut recording.metadata {
                 let kept = self.metadata_cache().kept(batch, *window, self.attention_path());
@@ -300,6 +304,10 @@ mod tests {
         recordings.forget();
         assert!(recordings.place(kind(1)).is_some_and(|recording| recording.is_none()), "what was timed stays timed");
         recordings.give_up("no reason".into());
-        assert_eq!((recordings.unused(), recordings.kinds.len()), (Some("no reason"), 0));
+        assert_eq!((recordings.unused(), recordings.kinds.len()), (Some("no reason"), MAX_RECORDINGS));
+        recordings.enable(true);
+        assert_eq!(recordings.unused(), None);
+        recordings.clear();
+        assert!(recordings.place(kind(1)).is_none(), "new again");
     }
 }

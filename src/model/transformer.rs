@@ -297,11 +297,14 @@ impl Transformer {
         let mut kept = Vec::with_capacity(self.blocks.len() - first);
         for (i, block) in self.blocks.iter().enumerate() {
             let mut carrier = travel.as_deref_mut().filter(|travel| travel.carries(i));
+            if stopped() {
+                return None;
+            }
             if let Some(carrier) = &mut carrier {
                 carrier.store(i, &x);
-            }
-            if stopped() || carrier.as_ref().is_some_and(|carrier| carrier.has_failed()) {
-                return None;
+                if carrier.has_failed() {
+                    return None;
+                }
             }
             let keep = i >= first && activations == Activations::Keep;
             let metadata = metadata(block, Pass::Forward);
@@ -320,6 +323,9 @@ impl Transformer {
         }
         if let Some(travel) = travel {
             travel.all_left();
+            if travel.has_failed() {
+                return None;
+            }
         }
         Some((x, kept))
     }
@@ -360,6 +366,9 @@ impl Transformer {
         let BlockRun { ctx, batch, metadata, stopped } = run;
         if let Some(travel) = &mut travel {
             travel.return_into(&[batch.total_tokens(), self.config.hidden_size]);
+            if travel.has_failed() {
+                return None;
+            }
         }
         // Who offloads is short of memory.
         let keep = if travel.is_some() { Keep::Longest } else { Keep::Inputs };
@@ -458,7 +467,11 @@ impl Transformer {
                 // Room to grow: documents that are longer bit by bit, as in generation, need few tables.
                 let num_positions = num_positions.next_power_of_two();
                 let table = Arc::new(RopeTable::new(&self.device, &self.inv_freq, num_positions));
-                Arc::clone(rope.insert(table))
+                // A table for which there was no memory serves nobody else.
+                if !self.device.has_failed() {
+                    *rope = Some(Arc::clone(&table));
+                }
+                table
             }
         }
     }

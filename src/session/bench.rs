@@ -86,7 +86,7 @@ pub struct BenchRow {
     #[serde(flatten)]
     pub switches: Switches,
     /// Whether passes were recorded as CUDA graphs; `None` on the CPU.
-    pub cuda_graphs: Option<bool>,
+    pub recorded: Option<bool>,
     /// Why not, where it was asked for.
     pub unrecorded: Option<String>,
     /// Tokens a second.
@@ -283,7 +283,7 @@ fn measure(
         pack,
         tokens,
         switches,
-        cuda_graphs: matches!(device, Device::Cuda(_)).then(|| switches.cuda_graphs && trainer.unrecorded().is_none()),
+        recorded: matches!(device, Device::Cuda(_)).then(|| switches.cuda_graphs && trainer.unrecorded().is_none()),
         unrecorded: trainer.unrecorded().map(str::to_owned),
         tokens_per_sec,
         step_ms: median.step_ms,

@@ -98,7 +98,10 @@ impl RunHandle {
             }
             Command::SaveNow => self.control.save_now.store(true, Ordering::Relaxed),
             Command::Switch { optimization, on } => {
-                self.control.switches.lock().unwrap_or_else(PoisonError::into_inner).push((optimization, on));
+                // The last word on an optimization counts, so that there are no more than optimizations.
+                let mut switches = self.control.switches.lock().unwrap_or_else(PoisonError::into_inner);
+                switches.retain(|(other, _)| *other != optimization);
+                switches.push((optimization, on));
             }
         }
     }

@@ -162,6 +162,13 @@ impl<'a> Training<'a> {
         };
         for (optimization, on) in self.context.control.take_switches() {
             let trainer = &mut self.prepared.trainer;
+            let choices = trainer.choices();
+            if let Some(choice) = choices.iter().find(|choice| choice.optimization == optimization && !choice.available)
+            {
+                let text = format!("{} cannot be switched now: {}", optimization.name(), choice.why);
+                self.context.sink.note(NoteLevel::Info, text);
+                continue;
+            }
             trainer.set_switches(trainer.switches().with(optimization, on, off_metadata));
             let word = if on { "on" } else { "off" };
             let text =

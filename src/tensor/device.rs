@@ -252,6 +252,11 @@ impl Device {
         }
     }
 
+    /// Whether an error waits for [`Self::check`]: until then nothing is done.
+    pub fn has_failed(&self) -> bool {
+        matches!(self, Self::Cuda(gpu) if gpu.has_failed())
+    }
+
     /// The first error of the device since the last call. The CPU has none of its own.
     ///
     /// # Errors

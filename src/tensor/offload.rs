@@ -26,6 +26,8 @@ pub struct Faults {
     pub ring: bool,
     /// There is no device memory for a second buffer.
     pub second_buffer: bool,
+    /// A pass with two buffers runs out of memory.
+    pub memory_for_two: bool,
     /// Copies to this slot fail.
     pub store_to: Option<usize>,
 }
@@ -126,8 +128,7 @@ impl Carrier {
         Ok(())
     }
 
-    /// Takes over `x`, whose copy was started and which compute queued so far reads; all but the last two of those taken are let go, when their
-    /// copies are done.
+    /// Takes over `x`, whose copy was started and which compute queued so far reads; those taken before it are let go, when their copies are done.
     ///
     /// # Errors
     /// When it cannot be copied.

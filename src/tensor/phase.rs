@@ -86,6 +86,11 @@ pub struct PhaseTime {
 }
 
 impl PhaseTime {
+    /// Measured milliseconds of both passes, without what is done once a step; `None` when nothing of it was measured.
+    pub fn passes_ms(&self) -> Option<f64> {
+        [self.forward_ms, self.backward_ms].into_iter().flatten().reduce(|a, b| a + b)
+    }
+
     /// All measured milliseconds of the phase; `None` when nothing of it was measured.
     pub fn total_ms(&self) -> Option<f64> {
         [self.forward_ms, self.backward_ms, self.step_ms].into_iter().flatten().reduce(|a, b| a + b)

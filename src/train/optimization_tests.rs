@@ -204,6 +204,56 @@ fn a_failing_copy_ends_the_step_with_its_reason_and_leaves_the_trainer_usable() 
 }
 
 #[test]
+fn a_step_without_memory_for_two_buffers_is_taken_again_with_one() {
+    let run = |trainer: &mut Trainer, fault_at: u64| {
+        trainer.report_late();
+        let mut reports = Vec::new();
+        for step in 1..=4 {
+            let memory_for_two = step == fault_at;
+            if memory_for_two {
+                trainer.model.set_offload_faults(Faults { memory_for_two, ..Faults::default() });
+            }
+            let stepped = trainer.step(&batches(&[20, 13, 1]), 0.0, &NEVER).unwrap();
+            let Stepped::Submitted(report) = stepped else { panic!("nobody stopped it") };
+            reports.extend(report.map(|report| *report));
+        }
+        reports.extend(trainer.flush().unwrap());
+        assert_eq!(reports.iter().map(|report| report.step).collect::<Vec<_>>(), [1, 2, 3, 4]);
+        bits(&reports)
+    };
+    let switches = Switches { activations: Activations::Offload, offload: offload(2), ..Switches::default() };
+    let reference = run(&mut trainer(&cpu(1), MethodKind::Lora, switches), 0);
+    for fault_at in [1, 3] {
+        let mut trainer = trainer(&cpu(1), MethodKind::Lora, switches);
+        assert_eq!(run(&mut trainer, fault_at), reference);
+        let choices = trainer.choices();
+        let buffers = choices.iter().find(|choice| choice.optimization == Optimization::DoubleBuffer).unwrap();
+        assert!(!buffers.on && buffers.why.contains("out of memory"), "{}", buffers.describe());
+    }
+    // With one buffer from the start it does not come to that.
+    let switches = Switches { offload: offload(1), ..switches };
+    let mut one = trainer(&cpu(1), MethodKind::Lora, switches);
+    one.model.set_offload_faults(Faults { memory_for_two: true, ..Faults::default() });
+    assert_eq!(bits(&steps(&mut one, 4)), reference);
+}
+
+#[test]
+fn a_small_batch_beside_a_large_one_is_no_refusal() {
+    // The second micro-batch has 14 tokens: with guardrails it would be refused, so the large one must be large.
+    let policy = OffloadPolicy { buffers: 2, ..OffloadPolicy::default() };
+    let switches = Switches { activations: Activations::Offload, offload: policy, ..Switches::default() };
+    let mut trainer = trainer(&cpu(2), MethodKind::Lora, switches);
+    let hidden = trainer.model().config().hidden_size;
+    let documents = vec![64; (2_usize << 20).div_ceil(4 * hidden * 64)];
+    let batches = batches(&documents);
+    let report = trainer.step_and_wait(&batches, 0.0, &NEVER).unwrap().unwrap();
+    assert_eq!(report.copies.map(|copies| (copies.blocks, copies.reloads)), Some((4, 4)), "the large one only");
+    let choices = trainer.choices();
+    let offload = choices.iter().find(|choice| choice.optimization == Optimization::ActivationOffload).unwrap();
+    assert!(offload.on, "{}", offload.describe());
+}
+
+#[test]
 fn the_choice_of_what_blocks_keep_follows_the_memory_and_says_why() {
     let mut trainer = trainer(&cpu(1), MethodKind::Lora, Switches::default());
     let mut chosen = |asked, tokens| {

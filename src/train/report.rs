@@ -63,7 +63,7 @@ pub struct CacheReport {
     pub metadata: Metadata,
     /// Counts of the step.
     pub counts: CacheCounts,
-    /// Time of the metadata phase, in milliseconds; `None` when it was not measured.
+    /// Time of the metadata phase in both passes, in milliseconds: building, without the upload of batches; `None` when it was not measured.
     pub metadata_ms: Option<f64>,
     /// What is kept, at the end of the step.
     pub entries: Vec<CacheEntry>,

@@ -51,7 +51,7 @@ impl Switches {
 /// What blocks should keep for batches of at most `tokens` tokens, and why: the fastest that fits into the memory that is free now.
 ///
 /// The estimate counts what blocks keep (their input, q, k, v, attention's output, the stream between attention and MLP, gate and up) and one more
-/// block for what a backward pass works with.
+/// two blocks more for what a backward pass works with.
 pub fn choose_activations(model: &Transformer, tokens: usize) -> (Activations, String) {
     let config = model.config();
     let (device, layers, hidden) = (model.device(), config.num_hidden_layers as u64, config.hidden_size);
@@ -72,11 +72,14 @@ pub fn choose_activations(model: &Transformer, tokens: usize) -> (Activations, S
     if keep <= free {
         return (Activations::Keep, format!("{} for all blocks fit into {of}", is(keep)));
     }
-    let offloads = on_gpu && model.can_offload(tokens).is_ok();
-    if recompute <= free || !offloads {
-        return (Activations::Recompute, format!("keeping all would need {}, and {of} are free", is(keep)));
+    let why = format!("keeping all would need {}, and {of} are free", is(keep));
+    if recompute <= free || !on_gpu {
+        return (Activations::Recompute, why);
     }
-    (Activations::Offload, format!("inputs of blocks would need {}, and {of} are free", is(recompute)))
+    match model.can_offload(tokens) {
+        Ok(()) => (Activations::Offload, format!("inputs of blocks would need {}, and {of} are free", is(recompute))),
+        Err(against) => (Activations::Recompute, format!("{why}; nothing is offloaded, because {against}")),
+    }
 }
 
 /// Which optimizations are on, and why. `unrecorded` says why passes are not recorded although that is asked for; `activations_why` why blocks keep
@@ -139,12 +142,8 @@ impl Switches {
     pub fn with(mut self, optimization: Optimization, on: bool, off_metadata: Metadata) -> Self {
         match optimization {
             Optimization::MetadataCache => self.metadata.metadata = if on { Metadata::Cached } else { off_metadata },
-            Optimization::KeepActivations => {
-                self.activations = if on { Activations::Keep } else { Activations::Recompute };
-            }
-            Optimization::ActivationOffload => {
-                self.activations = if on { Activations::Offload } else { Activations::Recompute };
-            }
+            Optimization::KeepActivations => self.switch_activations(Activations::Keep, on),
+            Optimization::ActivationOffload => self.switch_activations(Activations::Offload, on),
             Optimization::DoubleBuffer => self.offload.buffers = if on { 2 } else { 1 },
             Optimization::VarlenAttention => {
                 self.attention = if on { AttentionPath::Varlen } else { AttentionPath::Masked };
@@ -152,5 +151,14 @@ impl Switches {
             Optimization::CudaGraphs => self.cuda_graphs = on,
         }
         self
+    }
+
+    /// Turns to what blocks keep, or away from it where that is what they keep.
+    fn switch_activations(&mut self, to: Activations, on: bool) {
+        if on {
+            self.activations = to;
+        } else if self.activations == to {
+            self.activations = Activations::Recompute;
+        }
     }
 }

@@ -160,7 +160,7 @@ impl Trainer {
 
     /// Gives up what was recorded, with the memory that it holds.
     pub fn forget_recordings(&mut self) {
-        self.recordings.forget();
+        self.recordings.clear();
     }
 
     /// What is switched how.
@@ -251,7 +251,11 @@ impl Trainer {
     pub fn step(&mut self, micro_batches: &[PackedBatch], data_wait_ms: f64, stop: &AtomicBool) -> Result<Stepped> {
         let stepped = self.try_step(micro_batches, data_wait_ms, stop);
         match stepped {
-            Err(error) if error.is::<OutOfMemory>() && self.model.drop_second_buffer(format!("{error:#}")) => {
+            Err(error)
+                if error.is::<OutOfMemory>()
+                    && self.setup.switches.activations == Activations::Offload
+                    && self.model.drop_second_buffer(format!("{error:#}")) =>
+            {
                 self.try_step(micro_batches, data_wait_ms, stop)
             }
             stepped => stepped,
@@ -280,6 +284,7 @@ impl Trainer {
         let clock = device.clock();
         let counters = device.counters();
         let cache = self.model.metadata_counts();
+        self.model.begin_offload_step();
         clock.begin_step(true, data_wait_ms);
         {
             let _phase = clock.enter(Phase::Optimizer, Pass::Step, None);
@@ -288,7 +293,8 @@ impl Trainer {
         let mut loss = LossSum::new(&device);
         for (i, batch) in micro_batches.iter().enumerate() {
             let uploaded = {
-                let _phase = clock.enter(Phase::Metadata, Pass::Forward, None);
+                // Once a batch, whatever layers do about metadata.
+                let _phase = clock.enter(Phase::Metadata, Pass::Step, None);
                 upload(&self.model, batch)?
             };
             let options = PassOptions {
@@ -299,9 +305,11 @@ impl Trainer {
             };
             let Self { model, recordings, grads, .. } = self;
             let done = model.forward_backward_recorded(recordings, grads, &mut loss, &uploaded, options);
-            if done.is_none() || stop.load(Ordering::Relaxed) {
+            // The error of this pass is nobody else's, whatever comes first.
+            let carried = self.model.check_offload();
+            if done.is_none() || device.has_failed() || stop.load(Ordering::Relaxed) {
                 device.check()?;
-                self.model.check_offload()?;
+                carried?;
                 return Ok(Stepped::Stopped);
             }
         }
@@ -311,6 +319,15 @@ impl Trainer {
             let Self { model, setup, grads, optimizer, .. } = self;
             device.run(|| optimizer.step(model, grads, &loss, &setup.optimizer, lr))
         };
+        let fail = |optimizer: &mut Optimizer, error| {
+            // What follows a failure on the device is skipped there, the update too.
+            optimizer.take_back(number - 1);
+            Err(error)
+        };
+        // A step that failed leaves alone what the report of the one before is read from: the marks of the clock, and the slots of results.
+        if let Err(error) = device.check() {
+            return fail(&mut self.optimizer, error);
+        }
         // The copy comes last: when it has been passed, so have the marks of the clock.
         let times = clock.end_step();
         let found = match known {
@@ -318,9 +335,7 @@ impl Trainer {
             None => self.optimizer.queue_read().map(Found::Later),
         };
         if let Err(error) = device.check() {
-            // What follows a failure on the device is skipped there, the update too.
-            self.optimizer.take_back(number - 1);
-            return Err(error);
+            return fail(&mut self.optimizer, error);
         }
         let submitted = Submitted {
             number,
@@ -404,7 +419,8 @@ impl Trainer {
         }
         let times = device.clock().read(times);
         let metadata = times.phases.iter().find(|time| time.phase == Phase::Metadata);
-        let metadata_ms = metadata.and_then(|time| time.total_ms());
+        // Without what is done once a batch, cache or no cache.
+        let metadata_ms = metadata.and_then(|time| time.passes_ms());
         let attributed: f64 = times.phases.iter().filter_map(|phase| phase.total_ms()).sum();
         Ok(StepReport {
             step: number,
