@@ -188,8 +188,22 @@ impl Comparison<'_> {
             if let Some(fallback) = self.offload_fallback(arm) {
                 self.note(fallback);
             }
+            if self.leave_graphs() {
+                return self.warm_up();
+            }
         }
         Ok(true)
+    }
+
+    /// Takes the graphs from both arms where one of them cannot be recorded: what they are compared for would not be all in which they differ.
+    fn leave_graphs(&mut self) -> bool {
+        let Some(why) = self.trainer.unrecorded().map(str::to_owned) else { return false };
+        if self.measured.variation == Variation::Graphs {
+            return false;
+        }
+        self.note(format!("neither arm is recorded as CUDA graphs: {why}"));
+        self.measured.arms.iter_mut().for_each(|arm| arm.switches.cuda_graphs = false);
+        true
     }
 
     /// Sees that what arm A should have on is on.

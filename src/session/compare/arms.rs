@@ -72,7 +72,7 @@ fn descriptions(variation: Variation) -> (&'static str, &'static str) {
         Variation::Buffers => ("two buffers: copies beside compute", "one buffer: copy, then compute, in turns"),
         Variation::Offload => ("inputs of blocks in host memory", "inputs of blocks on the device"),
         Variation::Keep => ("everything kept", "computed again in the backward pass"),
-        Variation::Attention => ("only pairs that see each other", "every pair, by a T×T mask"),
+        Variation::Attention => ("only pairs that see each other", "a T×T mask, read for every pair"),
         Variation::Graphs => ("two launches a pass", "every kernel queued by the host"),
         Variation::All => ("everything on", "published baselines"),
     }
@@ -107,7 +107,7 @@ pub(super) fn settings([a, b]: [&Switches; 2]) -> Vec<Setting> {
 }
 
 /// Switches as fields of `run.toml` with their values as TOML.
-fn fields(switches: &Switches) -> [(&'static str, String); 6] {
+fn fields(switches: &Switches) -> [(&'static str, String); 7] {
     let Switches { activations, attention, metadata, offload, cuda_graphs } = switches;
     let word = |word: &str| format!("\"{word}\"");
     let activations = match activations {
@@ -119,12 +119,14 @@ fn fields(switches: &Switches) -> [(&'static str, String); 6] {
         AttentionPath::Varlen => "varlen",
         AttentionPath::Masked => "masked",
     };
+    let baseline = if metadata.metadata == Metadata::Fused { "fused" } else { "published" };
     let cache = if metadata.metadata == Metadata::Cached { "on" } else { "off" };
     [
         ("train.activations", word(activations)),
         ("train.attention", word(attention)),
         ("train.cuda_graphs", cuda_graphs.to_string()),
         ("optimizations.metadata_cache", word(cache)),
+        ("optimizations.metadata_baseline", word(baseline)),
         ("optimizations.metadata_entries", metadata.capacity.to_string()),
         ("optimizations.offload_buffers", offload.buffers.to_string()),
     ]
