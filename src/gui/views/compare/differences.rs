@@ -96,10 +96,23 @@ fn change(row: &Difference) -> String {
     }
 }
 
+/// Decimals of a row's value: fewer than the row's where there are many digits before them.
+fn decimals(row: &Difference, value: f64) -> usize {
+    let most = match value.abs() {
+        size if size >= 10_000.0 => 0,
+        size if size >= 1_000.0 => 1,
+        _ => row.decimals,
+    };
+    row.decimals.min(most)
+}
+
 fn interval(row: &Difference) -> String {
-    let end = |value: f64| figures::signed(value, row.decimals);
     match row.interval {
-        Some([low, high]) => format!("{} to {}", end(low), end(high)),
+        Some([low, high]) => {
+            // The two ends share the room of one column.
+            let digits = decimals(row, 10.0 * low.abs().max(high.abs()));
+            format!("{} to {}", figures::signed(low, digits), figures::signed(high, digits))
+        }
         None if row.exact && row.difference.is_some() => "exact".into(),
         None => figures::NONE.into(),
     }
@@ -141,10 +154,11 @@ fn row(ui: &mut Ui, rect: Rect, columns: &Columns, row: &Difference, scale: f64)
     let name = if row.unit.is_empty() { row.name.clone() } else { format!("{}, {}", row.name, row.unit) };
     let room = columns.a - 50.0 - rect.left();
     text(&painter, rect.left_center(), Align2::LEFT_CENTER, &name, fonts::table(), theme.t1, room);
-    let value = |value: Option<f64>| value.map_or(figures::NONE.into(), |value| figures::grouped(value, row.decimals));
+    let value =
+        |value: Option<f64>| value.map_or(figures::NONE.into(), |value| figures::grouped(value, decimals(row, value)));
     let known = |value: Option<f64>, color: Color32| if value.is_some() { color } else { theme.tdis };
     let (a, b) = (value(row.a), value(row.b));
-    let difference = row.difference.map_or(figures::NONE.into(), |value| figures::signed(value, row.decimals));
+    let difference = row.difference.map_or(figures::NONE.into(), |value| figures::signed(value, decimals(row, value)));
     let (interval, change) = (interval(row), change(row));
     put(columns.a, &a, fonts::medium(12.0), known(row.a, theme.t1), 70.0);
     put(columns.b, &b, fonts::table(), known(row.b, theme.t2), 70.0);
@@ -236,6 +250,7 @@ mod tests {
         assert_eq!(change(&difference(None, Some([1.0, 2.0]))), "—");
         assert_eq!(change(&Difference { difference: Some(0.0), ..difference(None, None) }), "same");
         assert_eq!(interval(&difference(None, Some([-363.94, 8.06]))), "−363.9 to +8.1");
+        assert_eq!(interval(&difference(None, Some([-8_183.02, 3_217.15]))), "−8,183 to +3,217");
         assert_eq!(interval(&difference(None, None)), "exact");
     }
 }

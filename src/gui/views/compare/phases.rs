@@ -57,13 +57,12 @@ fn bars(ui: &mut Ui, area: Rect, report: &CompareReport) {
     let painter = ui.painter().clone();
     let longest = report.step_ms[0].max(report.step_ms[1]).max(f64::MIN_POSITIVE);
     let scale = f64::from(area.width()) / longest;
-    let (unit, name) = if longest >= 10_000.0 { (1e3, " s") } else { (1.0, " ms") };
     let levels = ticks(0.0, longest, (area.width() / 120.0).clamp(2.0, 6.0) as usize);
-    let digits = decimals(&levels.iter().map(|level| level / unit).collect::<Vec<f64>>());
+    let digits = decimals(&levels);
     for (i, level) in levels.iter().enumerate() {
         let x = painter.round_to_pixel_center(area.left() + (level * scale) as f32);
         painter.vline(x, area.y_range(), Stroke::new(1.0, theme.grid));
-        let words = format!("{}{}", figures::grouped(level / unit, digits), if i == 0 { name } else { "" });
+        let words = format!("{}{}", figures::grouped(*level, digits), if i == 0 { " ms" } else { "" });
         let (at, anchor) = if i == 0 { (area.left(), Align2::LEFT_CENTER) } else { (x, Align2::CENTER_CENTER) };
         text(&painter, pos2(at, area.bottom() + 9.0), anchor, &words, fonts::small(), theme.t3, 60.0);
     }
