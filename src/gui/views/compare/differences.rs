@@ -66,12 +66,11 @@ impl Columns {
     }
 }
 
-/// Where the axis of the bars ends, in percent: a round value that holds every bar and interval.
+/// Where the axis of the bars ends, in percent: a round value that holds every bar, and the interval of the first row, which is the step's. An interval
+/// of little moment that reaches farther ends with the axis; the figures beside it tell where it ends.
 fn scale(rows: &[Difference]) -> f64 {
-    let ends = rows.iter().flat_map(|row| {
-        let interval = percent_interval(row).unwrap_or_default();
-        [row.percent.unwrap_or_default(), interval[0], interval[1]]
-    });
+    let interval = rows.first().and_then(percent_interval).unwrap_or_default();
+    let ends = rows.iter().filter_map(|row| row.percent).chain(interval);
     let most = ends.map(f64::abs).filter(|end| end.is_finite()).fold(0.0, f64::max);
     SCALES.into_iter().find(|scale| most <= *scale).unwrap_or(SCALES[SCALES.len() - 1])
 }
@@ -101,6 +100,7 @@ fn decimals(row: &Difference, value: f64) -> usize {
     let most = match value.abs() {
         size if size >= 10_000.0 => 0,
         size if size >= 1_000.0 => 1,
+        size if size >= 10.0 => 4,
         _ => row.decimals,
     };
     row.decimals.min(most)
@@ -110,7 +110,8 @@ fn interval(row: &Difference) -> String {
     match row.interval {
         Some([low, high]) => {
             // The two ends share the room of one column.
-            let digits = decimals(row, 10.0 * low.abs().max(high.abs()));
+            let most = low.abs().max(high.abs());
+            let digits = if most >= 1_000.0 { 0 } else { decimals(row, most) };
             format!("{} to {}", figures::signed(low, digits), figures::signed(high, digits))
         }
         None if row.exact && row.difference.is_some() => "exact".into(),
@@ -164,8 +165,13 @@ fn row(ui: &mut Ui, rect: Rect, columns: &Columns, row: &Difference, scale: f64)
     put(columns.b, &b, fonts::table(), known(row.b, theme.t2), 70.0);
     put(columns.difference, &difference, fonts::medium(12.0), known(row.difference, theme.t1), 70.0);
     put(columns.interval, &interval, fonts::table(), theme.t3, 134.0);
-    let color = color(theme, row.effect());
-    put(columns.percent, &change, fonts::table(), if change == figures::NONE { theme.tdis } else { color }, 60.0);
+    let color = match change.as_str() {
+        figures::NONE => theme.tdis,
+        // Better or worse by less than is shown.
+        "0.0" => theme.t2,
+        _ => color(theme, row.effect()),
+    };
+    put(columns.percent, &change, fonts::table(), color, 60.0);
     bar(&painter, theme, columns.bar, rect, row, scale);
     let verdict = match row.effect() {
         Effect::Gain => ", better",
@@ -233,12 +239,13 @@ mod tests {
     }
 
     #[test]
-    fn the_axis_holds_every_bar_and_interval() {
+    fn the_axis_holds_every_bar_and_the_interval_of_the_step() {
         assert_eq!(scale(&[difference(Some(-0.3), None)]), 1.0);
         // −110 to 8 ms of 200 ms.
         let row = difference(Some(-30.0), Some([-110.0, 8.0]));
         assert_eq!(percent_interval(&row), Some([-55.0, 4.0]));
-        assert_eq!(scale(&[difference(Some(-0.3), None), row]), 100.0);
+        assert_eq!(scale(&[row.clone(), difference(Some(-0.3), None)]), 100.0);
+        assert_eq!(scale(&[difference(Some(-0.3), None), row]), 50.0);
         assert_eq!(scale(&[difference(None, Some([-1e9, 1e9]))]), 1.0, "without a ratio there is no bar");
         assert_eq!(scale(&[difference(Some(1e6), None)]), 1000.0);
     }

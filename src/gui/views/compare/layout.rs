@@ -41,7 +41,7 @@ impl Layout {
 
 fn two_columns(size: Vec2, [differences, tables]: [f32; 2]) -> Layout {
     let roomy = size.y >= 720.0;
-    let (verdict, middle): (f32, f32) = if roomy { (84.0, 196.0) } else { (72.0, 150.0) };
+    let (verdict, middle): (f32, f32) = if roomy { (84.0, 196.0) } else { (72.0, 142.0) };
     let needed = verdict + differences + middle + tables + 3.0;
     let height = needed.round().max(size.y);
     // Plots have more of the room that is left than tables.
