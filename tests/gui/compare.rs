@@ -152,7 +152,7 @@ fn a_report_is_told_in_full() {
     harness.get_by_label("Peak memory, GiB: 9.03 against 8.95, A − B +0.08, 95 % interval exact, +0.9 %, a cost");
     harness.get_by_label("Loss: 0.91421 against 0.91421, A − B 0.00000, 95 % interval exact, same");
     harness.get_by_label("exposed copy: A − B −143.5 ms");
-    harness.get_by_label("Overlapped copies: predicted −143.5 ms, measured −143.5 ms ±1.18. as predicted · published: steps/s +8.40 % (8B), +6.70 % (14B), +4.61 % (32B) on a B200");
+    harness.get_by_label("Overlapped copies: predicted −143.5 ms, measured −143.5 ms ±1.18. as predicted; published: steps/s +8.40 % (8B), +6.70 % (14B), +4.61 % (32B) on a B200");
     harness.get_by_label("A on: two buffers: copies beside compute");
 }
 

@@ -66,12 +66,11 @@ impl Columns {
     }
 }
 
-/// Where the axis of the bars ends, in percent: a round value that holds every bar and interval.
+/// Where the axis of the bars ends, in percent: a round value that holds every bar, and the interval of the first row, which is the step's. An interval
+/// of little moment that reaches farther ends with the axis; the figures beside it tell where it ends.
 fn scale(rows: &[Difference]) -> f64 {
-    let ends = rows.iter().flat_map(|row| {
-        let interval = percent_interval(row).unwrap_or_default();
-        [row.percent.unwrap_or_default(), interval[0], interval[1]]
-    });
+    let interval = rows.first().and_then(percent_interval).unwrap_or_default();
+    let ends = rows.iter().filter_map(|row| row.percent).chain(interval);
     let most = ends.map(f64::abs).filter(|end| end.is_finite()).fold(0.0, f64::max);
     SCALES.into_iter().find(|scale| most <= *scale).unwrap_or(SCALES[SCALES.len() - 1])
 }
@@ -96,10 +95,25 @@ fn change(row: &Difference) -> String {
     }
 }
 
+/// Decimals of a row's value: fewer than the row's where there are many digits before them.
+fn decimals(row: &Difference, value: f64) -> usize {
+    let most = match value.abs() {
+        size if size >= 10_000.0 => 0,
+        size if size >= 1_000.0 => 1,
+        size if size >= 10.0 => 4,
+        _ => row.decimals,
+    };
+    row.decimals.min(most)
+}
+
 fn interval(row: &Difference) -> String {
-    let end = |value: f64| figures::signed(value, row.decimals);
     match row.interval {
-        Some([low, high]) => format!("{} to {}", end(low), end(high)),
+        Some([low, high]) => {
+            // The two ends share the room of one column.
+            let most = low.abs().max(high.abs());
+            let digits = if most >= 1_000.0 { 0 } else { decimals(row, most) };
+            format!("{} to {}", figures::signed(low, digits), figures::signed(high, digits))
+        }
         None if row.exact && row.difference.is_some() => "exact".into(),
         None => figures::NONE.into(),
     }
@@ -141,17 +155,23 @@ fn row(ui: &mut Ui, rect: Rect, columns: &Columns, row: &Difference, scale: f64)
     let name = if row.unit.is_empty() { row.name.clone() } else { format!("{}, {}", row.name, row.unit) };
     let room = columns.a - 50.0 - rect.left();
     text(&painter, rect.left_center(), Align2::LEFT_CENTER, &name, fonts::table(), theme.t1, room);
-    let value = |value: Option<f64>| value.map_or(figures::NONE.into(), |value| figures::grouped(value, row.decimals));
+    let value =
+        |value: Option<f64>| value.map_or(figures::NONE.into(), |value| figures::grouped(value, decimals(row, value)));
     let known = |value: Option<f64>, color: Color32| if value.is_some() { color } else { theme.tdis };
     let (a, b) = (value(row.a), value(row.b));
-    let difference = row.difference.map_or(figures::NONE.into(), |value| figures::signed(value, row.decimals));
+    let difference = row.difference.map_or(figures::NONE.into(), |value| figures::signed(value, decimals(row, value)));
     let (interval, change) = (interval(row), change(row));
     put(columns.a, &a, fonts::medium(12.0), known(row.a, theme.t1), 70.0);
     put(columns.b, &b, fonts::table(), known(row.b, theme.t2), 70.0);
     put(columns.difference, &difference, fonts::medium(12.0), known(row.difference, theme.t1), 70.0);
     put(columns.interval, &interval, fonts::table(), theme.t3, 134.0);
-    let color = color(theme, row.effect());
-    put(columns.percent, &change, fonts::table(), if change == figures::NONE { theme.tdis } else { color }, 60.0);
+    let color = match change.as_str() {
+        figures::NONE => theme.tdis,
+        // Better or worse by less than is shown.
+        "0.0" => theme.t2,
+        _ => color(theme, row.effect()),
+    };
+    put(columns.percent, &change, fonts::table(), color, 60.0);
     bar(&painter, theme, columns.bar, rect, row, scale);
     let verdict = match row.effect() {
         Effect::Gain => ", better",
@@ -219,12 +239,13 @@ mod tests {
     }
 
     #[test]
-    fn the_axis_holds_every_bar_and_interval() {
+    fn the_axis_holds_every_bar_and_the_interval_of_the_step() {
         assert_eq!(scale(&[difference(Some(-0.3), None)]), 1.0);
         // −110 to 8 ms of 200 ms.
         let row = difference(Some(-30.0), Some([-110.0, 8.0]));
         assert_eq!(percent_interval(&row), Some([-55.0, 4.0]));
-        assert_eq!(scale(&[difference(Some(-0.3), None), row]), 100.0);
+        assert_eq!(scale(&[row.clone(), difference(Some(-0.3), None)]), 100.0);
+        assert_eq!(scale(&[difference(Some(-0.3), None), row]), 50.0);
         assert_eq!(scale(&[difference(None, Some([-1e9, 1e9]))]), 1.0, "without a ratio there is no bar");
         assert_eq!(scale(&[difference(Some(1e6), None)]), 1000.0);
     }
@@ -236,6 +257,7 @@ mod tests {
         assert_eq!(change(&difference(None, Some([1.0, 2.0]))), "—");
         assert_eq!(change(&Difference { difference: Some(0.0), ..difference(None, None) }), "same");
         assert_eq!(interval(&difference(None, Some([-363.94, 8.06]))), "−363.9 to +8.1");
+        assert_eq!(interval(&difference(None, Some([-8_183.02, 3_217.15]))), "−8,183 to +3,217");
         assert_eq!(interval(&difference(None, None)), "exact");
     }
 }

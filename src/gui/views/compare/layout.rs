@@ -2,7 +2,7 @@
 
 use egui::{Rect, Vec2, pos2};
 
-use super::{differences, predictions, settings};
+use super::{differences, phases, predictions, settings};
 use crate::session::compare::CompareReport;
 
 /// Below this width there is one column.
@@ -34,14 +34,16 @@ pub struct Layout {
 impl Layout {
     /// The layout for a report in an area of `size`.
     pub fn of(size: Vec2, report: &CompareReport) -> Self {
-        let needs = [differences::height(report), predictions::height(report).max(settings::height(report))];
+        let tables = predictions::height(report).max(settings::height(report));
+        let needs = [differences::height(report), phases::height(report), tables];
         if size.x >= WIDE { two_columns(size, needs) } else { one_column(size, report) }
     }
 }
 
-fn two_columns(size: Vec2, [differences, tables]: [f32; 2]) -> Layout {
+fn two_columns(size: Vec2, [differences, phases, tables]: [f32; 3]) -> Layout {
     let roomy = size.y >= 720.0;
-    let (verdict, middle): (f32, f32) = if roomy { (84.0, 196.0) } else { (72.0, 150.0) };
+    let (verdict, middle): (f32, f32) = if roomy { (84.0, 196.0) } else { (72.0, 142.0) };
+    let middle = middle.max(phases);
     let needed = verdict + differences + middle + tables + 3.0;
     let height = needed.round().max(size.y);
     // Plots have more of the room that is left than tables.

@@ -25,7 +25,7 @@ pub fn show(ui: &mut Ui, rect: Rect, report: &CompareReport) {
         let (low, high) = range(pairs);
         let painter = ui.painter().clone();
         let y_of = |ms: f64| lerp(plot.bottom()..=plot.top(), ((ms - low) / (high - low)) as f32);
-        let levels = ticks(low, high, (plot.height() / 34.0).clamp(2.0, 6.0) as usize);
+        let levels = ticks(low, high, (plot.height() / 34.0).clamp(3.0, 6.0) as usize);
         let digits = decimals(&levels);
         for level in &levels {
             let y = painter.round_to_pixel_center(y_of(*level));

@@ -6,7 +6,7 @@ use egui::{Align2, Painter, Rect, Sense, Stroke, Ui, WidgetInfo, pos2, vec2};
 use crate::gui::theme::Theme;
 use crate::gui::views::live::series::{decimals, ticks};
 use crate::gui::widgets::hatch::hatch;
-use crate::gui::widgets::{Tile, describe, label, rule, swatch, text};
+use crate::gui::widgets::{Tile, describe, label, rule, swatch, text, tile};
 use crate::gui::{figures, fonts};
 use crate::session::Phase;
 use crate::session::compare::CompareReport;
@@ -15,6 +15,20 @@ const LEFT: f32 = 48.0;
 const RIGHT: f32 = 60.0;
 /// Entries of the legend in a row.
 const IN_A_ROW: usize = 4;
+
+/// Height of a bar and of an entry of the legend, at least.
+const BAR: f32 = 17.0;
+const ENTRY: f32 = 18.0;
+/// Height of the axis and the gaps around the bars.
+const AXIS: f32 = 36.0;
+/// Phases shorter than this in both arms would be listed without a figure.
+const SHORTEST_MS: f64 = 0.05;
+
+/// Height that the tile needs.
+pub fn height(report: &CompareReport) -> f32 {
+    let rows = known_phases(report).len().div_ceil(IN_A_ROW).max(1);
+    tile::TITLE_HEIGHT + 16.0 + 2.0 * BAR + AXIS + rows as f32 * ENTRY
+}
 
 /// Draws the tile.
 pub fn show(ui: &mut Ui, rect: Rect, report: &CompareReport) {
@@ -26,7 +40,7 @@ pub fn show(ui: &mut Ui, rect: Rect, report: &CompareReport) {
         let area = ui.max_rect();
         let known = known_phases(report);
         let rows = known.len().div_ceil(IN_A_ROW).max(1);
-        let entry = if area.height() > 165.0 { 22.0 } else { 18.0 };
+        let entry = if area.height() > 165.0 { 22.0 } else { ENTRY };
         let legend_top = area.bottom() - rows as f32 * entry;
         let bars = Rect::from_min_max(area.min + vec2(LEFT, 2.0), pos2(area.right() - RIGHT, legend_top - 26.0));
         self::bars(ui, bars, report);
@@ -43,11 +57,11 @@ fn total(report: &CompareReport, arm: usize, phase: Phase) -> Option<f64> {
     report.phases[arm].iter().find(|time| time.phase == phase)?.total_ms()
 }
 
-/// Phases that an arm has, with A − B in milliseconds; what an arm does not have counts as nothing there.
+/// Phases that take time in an arm, with A − B in milliseconds; what an arm does not have counts as nothing there.
 fn known_phases(report: &CompareReport) -> Vec<(Phase, f64)> {
     let of = |phase| {
-        let (a, b) = (total(report, 0, phase), total(report, 1, phase));
-        (a.is_some() || b.is_some()).then(|| (phase, a.unwrap_or_default() - b.unwrap_or_default()))
+        let [a, b] = [0, 1].map(|arm| total(report, arm, phase).unwrap_or_default());
+        (a.max(b) >= SHORTEST_MS).then_some((phase, a - b))
     };
     Phase::ALL.into_iter().filter_map(of).collect()
 }
@@ -57,13 +71,12 @@ fn bars(ui: &mut Ui, area: Rect, report: &CompareReport) {
     let painter = ui.painter().clone();
     let longest = report.step_ms[0].max(report.step_ms[1]).max(f64::MIN_POSITIVE);
     let scale = f64::from(area.width()) / longest;
-    let (unit, name) = if longest >= 10_000.0 { (1e3, " s") } else { (1.0, " ms") };
     let levels = ticks(0.0, longest, (area.width() / 120.0).clamp(2.0, 6.0) as usize);
-    let digits = decimals(&levels.iter().map(|level| level / unit).collect::<Vec<f64>>());
+    let digits = decimals(&levels);
     for (i, level) in levels.iter().enumerate() {
         let x = painter.round_to_pixel_center(area.left() + (level * scale) as f32);
         painter.vline(x, area.y_range(), Stroke::new(1.0, theme.grid));
-        let words = format!("{}{}", figures::grouped(level / unit, digits), if i == 0 { name } else { "" });
+        let words = format!("{}{}", figures::grouped(*level, digits), if i == 0 { " ms" } else { "" });
         let (at, anchor) = if i == 0 { (area.left(), Align2::LEFT_CENTER) } else { (x, Align2::CENTER_CENTER) };
         text(&painter, pos2(at, area.bottom() + 9.0), anchor, &words, fonts::small(), theme.t3, 60.0);
     }

@@ -8,7 +8,9 @@ use crate::gui::{figures, fonts};
 use crate::session::compare::{CompareReport, Prediction, Quantities};
 
 const HEAD: f32 = 18.0;
-const ROW: f32 = 36.0;
+const ROW: f32 = 35.0;
+/// What is published takes a line of its own.
+const PUBLISHED: f32 = 13.0;
 /// Distance of the right edges of the figures from the table's right edge.
 const PREDICTED: f32 = 184.0;
 const MEASURED: f32 = 118.0;
@@ -16,7 +18,11 @@ const INTERVAL: f32 = 62.0;
 
 /// Height that the tile needs.
 pub fn height(report: &CompareReport) -> f32 {
-    tile::TITLE_HEIGHT + 16.0 + HEAD + ROW * report.predictions.len() as f32
+    tile::TITLE_HEIGHT + 16.0 + HEAD + report.predictions.iter().map(row_height).sum::<f32>()
+}
+
+fn row_height(prediction: &Prediction) -> f32 {
+    if prediction.published.is_some() { ROW + PUBLISHED } else { ROW }
 }
 
 /// Draws the tile.
@@ -39,9 +45,10 @@ pub fn show(ui: &mut Ui, rect: Rect, report: &CompareReport) {
             let at = pos2(area.right() - distance, y);
             text(&painter, at, Align2::RIGHT_CENTER, words, fonts::small(), theme.t3, 80.0);
         }
+        let mut top = area.top() + HEAD;
         for (i, prediction) in report.predictions.iter().enumerate() {
-            let corner = pos2(area.left(), area.top() + HEAD + i as f32 * ROW);
-            let line = Rect::from_min_size(corner, vec2(area.width(), ROW));
+            let line = Rect::from_min_size(pos2(area.left(), top), vec2(area.width(), row_height(prediction)));
+            top = line.bottom();
             if i > 0 {
                 rule(&painter, line.x_range(), line.top() - 0.5, theme.line);
             }
@@ -73,16 +80,17 @@ fn row(ui: &mut Ui, rect: Rect, formula: f32, prediction: &Prediction) {
     put(INTERVAL, half.as_deref(), fonts::table(), theme.t3);
     put(0.0, gain.as_deref(), fonts::table(), theme.t2);
     let published = published.as_ref().map(|published| format!("published: {published}"));
-    let second: Vec<&str> =
-        [Some(why.as_str()), published.as_deref()].into_iter().flatten().filter(|w| !w.is_empty()).collect();
-    let second = second.join(" · ");
-    let at = pos2(rect.left(), below);
-    text(&painter, at, Align2::LEFT_CENTER, &second, fonts::small(), theme.t3, rect.width());
+    let lines: Vec<&str> = [why.as_str()].into_iter().chain(published.as_deref()).filter(|w| !w.is_empty()).collect();
+    for (i, line) in lines.iter().enumerate() {
+        let at = pos2(rect.left(), below + i as f32 * PUBLISHED);
+        text(&painter, at, Align2::LEFT_CENTER, line, fonts::small(), theme.t3, rect.width());
+    }
     let words = format!(
-        "{name}: predicted {} ms, measured {} ms {}. {second}",
+        "{name}: predicted {} ms, measured {} ms {}. {}",
         predicted.as_deref().unwrap_or("no"),
         measured.as_deref().unwrap_or("no"),
         half.as_deref().unwrap_or_default(),
+        lines.join("; "),
     );
     describe(ui, rect, name, &words).on_hover_text(&words);
 }
