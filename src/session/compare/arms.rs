@@ -146,7 +146,7 @@ mod tests {
         let base = Switches { activations: Activations::Keep, ..Switches::default() };
         for (variation, fields) in [
             (Variation::Cache, &["optimizations.metadata_cache"][..]),
-            (Variation::CacheFused, &["optimizations.metadata_cache"]),
+            (Variation::CacheFused, &["optimizations.metadata_cache", "optimizations.metadata_baseline"]),
             (Variation::Buffers, &["optimizations.offload_buffers"]),
             (Variation::Offload, &["train.activations"]),
             (Variation::Keep, &["train.activations"]),
