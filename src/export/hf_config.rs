@@ -28,13 +28,14 @@ pub fn torch_name(dtype: Dtype) -> Result<&'static str> {
 }
 
 /// The source's `config.json` with the type of its weights replaced, under the key it uses (`dtype` of Transformers 5,
-/// `torch_dtype` of 4). Everything else stays.
+/// `torch_dtype` of 4), and without `quantization_config`: what is written is not quantized. Everything else stays.
 ///
 /// # Errors
 /// When `text` is not a JSON object.
 pub fn with_dtype(text: &str, dtype: Dtype) -> Result<String> {
     let mut value: Value = serde_json::from_str(text).context("it is not valid JSON")?;
     let object = value.as_object_mut().context("it is JSON, but not an object")?;
+    object.shift_remove("quantization_config");
     let key = if object.contains_key("dtype") { "dtype" } else { "torch_dtype" };
     object.insert(key.to_owned(), torch_name(dtype)?.into());
     if key == "dtype" && object.contains_key("torch_dtype") {

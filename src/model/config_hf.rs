@@ -7,6 +7,7 @@ use serde_json::{Map, Value};
 
 use super::config::{Architecture, ModelConfig, RopeScaling};
 use crate::base::error::Result;
+use crate::formats::nf4;
 
 /// The object of config.json with typed access.
 struct Fields<'a>(&'a Map<String, Value>);
@@ -111,7 +112,7 @@ impl ModelConfig {
     ///
     /// # Errors
     /// When it is not JSON, a key is missing or wrong, or the model needs what the engine does not do: another
-    /// architecture, activation or rope type, quantized weights.
+    /// architecture, activation or rope type, weights quantized in another way than NF4.
     pub fn from_hf_json(text: &str) -> Result<Self> {
         let object = object(text)?;
         let f = Fields(&object);
@@ -124,8 +125,7 @@ impl ModelConfig {
             bail!("architectures names {class}; Tandem trains causal language models ({})", architecture.class_name());
         }
         if let Some(q) = f.object("quantization_config")? {
-            let method = q.string("quant_method").ok().flatten().unwrap_or("an unnamed method");
-            bail!("the weights are stored quantized ({method}); use the unquantized model in f32, f16 or bf16");
+            check_quantization(&q)?;
         }
         if let Some(act) = f.string("hidden_act")?.filter(|a| !matches!(*a, "silu" | "swish")) {
             bail!("hidden_act {act:?} is not supported (silu is)");
@@ -192,6 +192,25 @@ impl ModelConfig {
             pad_token_id: f.token_ids("pad_token_id")?.first().copied(),
         }
         .checked()
+    }
+}
+
+/// Refuses quantized weights, except NF4 by bitsandbytes. An absent `bnb_4bit_quant_type` is FP4, as in Transformers.
+fn check_quantization(q: &Fields<'_>) -> Result<()> {
+    match q.string("quant_method").ok().flatten().unwrap_or("an unnamed method") {
+        "bitsandbytes" if q.bool("load_in_8bit")? => bail!(
+            "the weights are stored in 8 bits by bitsandbytes (load_in_8bit), which Tandem does not read; {}",
+            nf4::REMEDY
+        ),
+        "bitsandbytes" => match q.string("bnb_4bit_quant_type")?.unwrap_or("fp4") {
+            "nf4" => Ok(()),
+            other => bail!(
+                "the weights are stored as {} by bitsandbytes, which Tandem does not read; {}",
+                other.to_uppercase(),
+                nf4::REMEDY
+            ),
+        },
+        method => bail!("the weights are stored quantized ({method}); use the unquantized model in f32, f16 or bf16"),
     }
 }
 

@@ -1,42 +1,83 @@
 //! A model on disk, behind one door: Hugging Face folders and GGUF files give the same names, shapes and values.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context as _, bail, ensure};
-use serde_json::Value;
+use anyhow::{Context as _, anyhow, bail};
 
 use super::config::{Architecture, ModelConfig};
 use super::config_gguf::{ROPE_FREQS, hf_name};
+pub use super::shards::{INDEX_FILE, SINGLE_FILE};
+use super::shards::{Shards, files_where};
 use crate::base::error::Result;
 use crate::base::units;
 use crate::formats::blocks::BlockKind;
 use crate::formats::gguf::{GgufFile, unsupported_kind};
-use crate::formats::safetensors::SafetensorsFile;
-
-/// File of weights of a Hugging Face folder that has only one.
-pub const SINGLE_FILE: &str = "model.safetensors";
-/// Index of the weights of a Hugging Face folder that has several.
-pub const INDEX_FILE: &str = "model.safetensors.index.json";
+use crate::formats::nf4;
+use crate::formats::safetensors::{Dtype, TensorInfo};
 
 /// Where a weight is stored.
 #[derive(Debug, Clone)]
 struct Stored {
-    /// Which file, an index into the files of the source.
-    file: usize,
     /// Its name in that file.
     name: String,
     /// Its element format.
-    kind: BlockKind,
-    /// Its bytes in that file.
+    format: Format,
+    /// Its bytes on disk.
     num_bytes: u64,
     /// Its shape, slowest dimension first.
     shape: Vec<usize>,
 }
 
+impl Stored {
+    /// A tensor of a folder; the error says what it is instead of a weight that can be read.
+    fn of(name: &str, info: &TensorInfo, shards: &Shards) -> Result<Self> {
+        let (format, num_bytes, shape) = if shards.is_in_4_bits(name) {
+            let weight = shards.nf4(name)?;
+            (Format::Nf4, weight.num_bytes(), weight.shape().to_vec())
+        } else if let Some(kind) = info.block_kind() {
+            (Format::Plain(kind), info.num_bytes(), info.shape.clone())
+        } else if info.dtype == Dtype::I8 && shards.find(&name.replace(".weight", ".SCB")).is_some() {
+            bail!("is stored in 8 bits by bitsandbytes (load_in_8bit), which Tandem does not read; {}", nf4::REMEDY);
+        } else {
+            bail!("is stored as {}; Tandem reads F32, F16 and BF16 weights", info.dtype);
+        };
+        Ok(Self { name: name.to_owned(), format, num_bytes: num_bytes as u64, shape })
+    }
+}
+
+/// How the values of a weight are stored.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Format {
+    /// Floats, or blocks of a GGUF file.
+    Plain(BlockKind),
+    /// Several tensors that bitsandbytes wrote.
+    Nf4,
+}
+
+impl Format {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Plain(kind) => kind.name(),
+            Self::Nf4 => "NF4",
+        }
+    }
+}
+
+/// The weights of a model that are stored in 4 bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Quantized {
+    /// How many weights they are.
+    pub num_weights: usize,
+    /// Values in them.
+    pub num_elements: u64,
+    /// Bytes that they take on disk.
+    pub num_bytes: u64,
+}
+
 #[derive(Debug)]
 enum Source {
-    Safetensors(Vec<SafetensorsFile>),
+    Safetensors(Shards),
     Gguf(Box<GgufFile>),
 }
 
@@ -68,30 +109,21 @@ impl Checkpoint {
             return Err(not_a_model_folder(path));
         }
         let config = ModelConfig::from_hf_path(path)?;
-        let (files, table) = safetensors_table(path)?;
+        let shards = Shards::open(path)?;
         let mut stored = HashMap::new();
         let mut unreadable = HashMap::new();
-        for (name, file) in table {
-            let shard = &files[file];
-            let Some(info) = shard.info(&name) else {
-                bail!(
-                    "{} says that tensor {name} is in {}, but it is not; fetch the model again",
-                    path.join(INDEX_FILE).display(),
-                    shard.path().display()
-                );
-            };
-            match info.block_kind() {
-                Some(kind) => {
-                    let (num_bytes, shape) = (info.num_bytes() as u64, info.shape.clone());
-                    stored.insert(name.clone(), Stored { file, name, kind, num_bytes, shape });
-                }
-                None => {
-                    let why = format!("is stored as {}; Tandem reads F32, F16 and BF16 weights", info.dtype);
-                    unreadable.insert(name, why);
+        for name in shards.names().filter(|name| !nf4::owner(name).is_some_and(|weight| shards.find(weight).is_some()))
+        {
+            let Some((file, info)) = shards.find(name) else { continue };
+            match Stored::of(name, info, &shards) {
+                Ok(entry) => drop(stored.insert(name.to_owned(), entry)),
+                Err(why) => {
+                    let file = file.path().file_name().unwrap_or_default().display();
+                    unreadable.insert(name.to_owned(), format!("of {file} {why:#}"));
                 }
             }
         }
-        Self::checked(path, config, Source::Safetensors(files), stored, unreadable)
+        Self::checked(path, config, Source::Safetensors(shards), stored, unreadable)
     }
 
     fn open_gguf(path: &Path) -> Result<Self> {
@@ -110,7 +142,8 @@ impl Checkpoint {
             match tensor.kind.block_kind() {
                 Some(kind) => {
                     let (num_bytes, shape) = (tensor.num_bytes() as u64, tensor.shape.clone());
-                    let entry = Stored { file: 0, name: tensor.name.clone(), kind, num_bytes, shape };
+                    let format = Format::Plain(kind);
+                    let entry = Stored { name: tensor.name.clone(), format, num_bytes, shape };
                     stored.insert(name, entry);
                 }
                 None => {
@@ -210,14 +243,26 @@ impl Checkpoint {
         self.stored.get(name).with_context(|| format!("{}: the model has no tensor named {name}", self.path.display()))
     }
 
-    /// The values of a weight, row-major. The rows of q and k that llama.cpp reorders are put back.
+    /// The weights that are stored in 4 bits; `None` where there are none.
+    pub fn quantized(&self) -> Option<Quantized> {
+        let weights: Vec<&Stored> = self.stored.values().filter(|s| s.format == Format::Nf4).collect();
+        let num_elements = weights.iter().map(|s| s.shape.iter().product::<usize>() as u64).sum();
+        let num_bytes = weights.iter().map(|s| s.num_bytes).sum();
+        (!weights.is_empty()).then_some(Quantized { num_weights: weights.len(), num_elements, num_bytes })
+    }
+
+    /// The values of a weight, row-major. The rows of q and k that llama.cpp reorders are put back; weights in NF4 are dequantized.
     ///
     /// # Errors
-    /// When there is no such weight.
+    /// When there is no such weight, or its scales are damaged.
     pub fn tensor_f32(&self, name: &str) -> Result<Vec<f32>> {
         let stored = self.stored(name)?;
         match &self.source {
-            Source::Safetensors(files) => files[stored.file].to_f32(&stored.name),
+            Source::Safetensors(shards) if stored.format == Format::Nf4 => {
+                let values = shards.nf4(name).and_then(|weight| weight.dequantize());
+                values.map_err(|why| anyhow!("{}: tensor {name} {why:#}", self.path.display()))
+            }
+            Source::Safetensors(shards) => shards.file(name)?.to_f32(name),
             Source::Gguf(file) => {
                 let values = file.to_f32(&stored.name)?;
                 Ok(match self.reordered_heads(name) {
@@ -236,8 +281,8 @@ impl Checkpoint {
     pub fn tensor_bf16(&self, name: &str) -> Result<Option<&[u8]>> {
         let stored = self.stored(name)?;
         match &self.source {
-            Source::Safetensors(files) if stored.kind == BlockKind::Bf16 => {
-                files[stored.file].bytes(&stored.name).map(Some)
+            Source::Safetensors(shards) if stored.format == Format::Plain(BlockKind::Bf16) => {
+                shards.file(name)?.bytes(name).map(Some)
             }
             _ => Ok(None),
         }
@@ -262,7 +307,7 @@ impl Checkpoint {
     pub fn dtype_summary(&self) -> String {
         let mut bytes: BTreeMap<&str, u64> = BTreeMap::new();
         for s in self.stored.values() {
-            *bytes.entry(s.kind.name()).or_default() += s.num_bytes;
+            *bytes.entry(s.format.name()).or_default() += s.num_bytes;
         }
         let most = bytes.into_iter().max_by_key(|(_, n)| *n).map_or("", |(name, _)| name);
         if self.is_gguf() { most.to_owned() } else { most.to_lowercase() }
@@ -282,93 +327,20 @@ impl Checkpoint {
     }
 }
 
-/// The safetensors files of a folder, and which of them holds each tensor. As in Transformers, the single file wins over
-/// an index.
-fn safetensors_table(folder: &Path) -> Result<(Vec<SafetensorsFile>, BTreeMap<String, usize>)> {
-    let single = folder.join(SINGLE_FILE);
-    if single.is_file() {
-        let file = SafetensorsFile::open(&single)?;
-        let table = file.names().map(|n| (n.to_owned(), 0)).collect();
-        return Ok((vec![file], table));
-    }
-    let index = folder.join(INDEX_FILE);
-    if !index.is_file() {
-        return Err(no_weights(folder));
-    }
-    let map = weight_map(&index).with_context(|| format!("cannot use {}", index.display()))?;
-    let shards: Vec<String> = map.values().cloned().collect::<BTreeSet<_>>().into_iter().collect();
-    let missing: Vec<&str> = shards.iter().map(String::as_str).filter(|s| !folder.join(s).is_file()).collect();
-    if !missing.is_empty() {
-        bail!(
-            "{}: {} of {} weight files missing: {}; fetch the model again",
-            folder.display(),
-            missing.len(),
-            shards.len(),
-            missing.join(", ")
-        );
-    }
-    let files = shards.iter().map(|s| SafetensorsFile::open(&folder.join(s))).collect::<Result<Vec<_>>>()?;
-    let number: HashMap<&String, usize> = shards.iter().enumerate().map(|(i, s)| (s, i)).collect();
-    let table = map.iter().filter_map(|(name, shard)| Some((name.clone(), *number.get(shard)?))).collect();
-    Ok((files, table))
-}
-
-/// Tensor name to shard name, from the text of an index.
-fn weight_map(index: &Path) -> Result<BTreeMap<String, String>> {
-    let json: Value = serde_json::from_str(&std::fs::read_to_string(index)?).context("it is not valid JSON")?;
-    let map = json.get("weight_map").and_then(Value::as_object).context("weight_map is missing")?;
-    map.iter()
-        .map(|(name, shard)| {
-            let shard = shard.as_str().with_context(|| format!("weight_map: {name} is not the name of a file"))?;
-            // A shard lies beside its index: no path may lead out of the folder.
-            let plain = Path::new(shard).file_name().is_some_and(|f| f == shard);
-            ensure!(plain, "weight_map: {shard:?} is not the plain name of a file");
-            Ok((name.clone(), shard.to_owned()))
-        })
-        .collect()
-}
-
-/// Names of the folder's files that `wanted` accepts, sorted.
-fn files_where(folder: &Path, wanted: impl Fn(&str) -> bool) -> Vec<String> {
-    let mut found: Vec<String> = std::fs::read_dir(folder)
-        .into_iter()
-        .flatten()
-        .flatten()
-        .filter_map(|e| e.file_name().into_string().ok())
-        .filter(|n| wanted(n))
-        .collect();
-    found.sort();
-    found
-}
-
 /// Why a folder without config.json is no model, and what to choose instead.
 fn not_a_model_folder(folder: &Path) -> anyhow::Error {
     let name = folder.display();
     if folder.join("adapter_config.json").is_file() {
-        return anyhow::anyhow!("{name} holds an adapter, not a model; choose the model it was trained on");
+        return anyhow!("{name} holds an adapter, not a model; choose the model it was trained on");
     }
     match files_where(folder, |n| n.ends_with(".gguf")).first() {
         Some(gguf) => {
-            anyhow::anyhow!("{name} has no config.json; choose its GGUF file itself: {}", folder.join(gguf).display())
+            anyhow!("{name} has no config.json; choose its GGUF file itself: {}", folder.join(gguf).display())
         }
-        None => anyhow::anyhow!(
+        None => anyhow!(
             "{name} has no config.json: choose a Hugging Face model folder (config.json and {SINGLE_FILE}) or a GGUF file"
         ),
     }
-}
-
-/// Why a folder with config.json has no weights that can be read.
-fn no_weights(folder: &Path) -> anyhow::Error {
-    let name = folder.display();
-    let pickled = files_where(folder, |n| n.starts_with("pytorch_model") && n.ends_with(".bin"));
-    if let Some(first) = pickled.first() {
-        return anyhow::anyhow!(
-            "{name} holds its weights as {first}, a format that can run code when it is opened, so Tandem does not read it; \
-             take a version with {SINGLE_FILE}, or convert it in Python: \
-             AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
-        );
-    }
-    anyhow::anyhow!("{name} has neither {SINGLE_FILE} nor {INDEX_FILE}; fetch the model again")
 }
 
 /// Undo llama.cpp's order of rotary rows. Its files pair neighbouring rows (2j, 2j+1) of a head; Hugging Face pairs row j

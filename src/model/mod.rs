@@ -13,6 +13,7 @@ pub mod offload;
 pub mod policy;
 pub mod recording;
 pub mod rotary;
+mod shards;
 mod skeleton;
 pub mod transformer;
 

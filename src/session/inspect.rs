@@ -9,6 +9,7 @@ use anyhow::Context as _;
 pub use self::discover::{FoundModel, Places, Refusal, discover};
 use super::starter;
 use crate::base::error::Result;
+use crate::base::units;
 use crate::data::tokenizer::Tokenizer;
 use crate::model::config::ModelConfig;
 use crate::model::loading::Checkpoint;
@@ -96,6 +97,13 @@ pub fn inspect(path: &Path) -> Result<ModelInfo> {
             "the tokenizer has {} tokens and the model only {}: records with the others will fail",
             tokenizer.vocab_size(),
             config.vocab_size
+        ));
+    }
+    if let Some(quantized) = checkpoint.quantized() {
+        warnings.push(format!(
+            "stored in 4 bits (NF4), but held dequantized while training: {} of weights on a GPU, {} on the CPU",
+            units::bytes(quantized.num_elements * 2),
+            units::bytes(quantized.num_elements * 4)
         ));
     }
     let pad_differs = !eos.contains(&tokenizer.pad_id());

@@ -11,7 +11,7 @@ use crate::base::error::Result;
 use crate::base::units;
 use crate::data::loader::{Cursor, Loader};
 use crate::data::pack::PackedBatch;
-use crate::model::loading::Checkpoint;
+use crate::model::loading::{Checkpoint, Quantized};
 use crate::model::transformer::Transformer;
 use crate::session::config::RunConfig;
 use crate::session::event::{NoteLevel, RunEvent, RunInfo};
@@ -19,6 +19,7 @@ use crate::session::handle::RunContext;
 use crate::session::run_folder;
 use crate::session::training_data::{self, Progress, TrainingData};
 use crate::tensor::device::Device;
+use crate::tensor::dtype::DType;
 use crate::train::config::{DeviceChoice, MethodConfig, MethodKind};
 use crate::train::switches::Switches;
 use crate::train::trainer::{Trainer, TrainerSetup, lora_spec};
@@ -84,6 +85,9 @@ pub(in crate::session) fn load(
     let device = choose_device(config, note)?;
     stages.tell("opening the model", 0, 0);
     let checkpoint = Checkpoint::open(&config.model.path)?;
+    if let Some(quantized) = checkpoint.quantized() {
+        note(NoteLevel::Info, held_dequantized(&quantized, &device));
+    }
     let builder = training_data::example_builder(config)?;
     let data = TrainingData::read(config, &builder, &|stage, done, total| stages.tell(stage, done, total), stop)?;
     let Some(data) = data else { return Ok(None) };
@@ -167,6 +171,21 @@ fn choose_device(config: &RunConfig, note: &dyn Fn(NoteLevel, String)) -> Result
             }
         },
     }
+}
+
+/// What becomes of weights in 4 bits, and what memory that takes.
+fn held_dequantized(quantized: &Quantized, device: &Device) -> String {
+    let dtype = device.dtype();
+    let name = match dtype {
+        DType::F32 => "f32",
+        DType::Bf16 => "bf16",
+    };
+    format!(
+        "{} weights are stored in 4 bits (NF4, {}); Tandem does not train in 4 bits yet, so they are held dequantized in {name}: {}",
+        quantized.num_weights,
+        units::bytes(quantized.num_bytes),
+        units::bytes(quantized.num_elements * dtype.num_bytes() as u64)
+    )
 }
 
 /// Checks that data and model fit each other.
