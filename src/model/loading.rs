@@ -303,13 +303,13 @@ impl Checkpoint {
         }
     }
 
-    /// The element format that most bytes are stored in: `bf16`, `Q4_1` …
+    /// The element format that most values are stored in: `bf16`, `nf4`, `Q4_1` …
     pub fn dtype_summary(&self) -> String {
-        let mut bytes: BTreeMap<&str, u64> = BTreeMap::new();
+        let mut values: BTreeMap<&str, usize> = BTreeMap::new();
         for s in self.stored.values() {
-            *bytes.entry(s.format.name()).or_default() += s.num_bytes;
+            *values.entry(s.format.name()).or_default() += s.shape.iter().product::<usize>();
         }
-        let most = bytes.into_iter().max_by_key(|(_, n)| *n).map_or("", |(name, _)| name);
+        let most = values.into_iter().max_by_key(|(_, n)| *n).map_or("", |(name, _)| name);
         if self.is_gguf() { most.to_owned() } else { most.to_lowercase() }
     }
 

@@ -4,12 +4,12 @@ use std::io::Write as _;
 use std::sync::LazyLock;
 
 use proptest::prelude::*;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::*;
 use crate::formats::gguf_value::GgmlType;
 use crate::formats::gguf_write::GgufBuilder;
-use crate::formats::safetensors::{Dtype, TensorSpec, write};
+use crate::formats::safetensors::{Dtype, SafetensorsFile, TensorSpec, write};
 
 fn golden(family: &str) -> PathBuf {
     let root = std::env::var_os("TANDEM_GOLDEN")
