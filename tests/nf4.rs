@@ -1,6 +1,8 @@
 //! Models that bitsandbytes stored in 4 bits: loaded, trained on, and refused, through files and the `tandem` program.
 #![allow(clippy::unwrap_used, clippy::disallowed_methods, clippy::disallowed_macros)]
 
+#[path = "support/nf4_folder.rs"]
+mod nf4_folder;
 mod support;
 
 use std::collections::BTreeMap;
@@ -24,8 +26,8 @@ impl Models {
     fn new(double: bool) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let plain = support::tiny_model(folder.path());
-        support::nf4_copy(&plain, &folder.path().join("nf4"), double);
-        support::dequantized_copy(&folder.path().join("nf4"), &folder.path().join("dequantized"));
+        nf4_folder::nf4_copy(&plain, &folder.path().join("nf4"), double);
+        nf4_folder::dequantized_copy(&folder.path().join("nf4"), &folder.path().join("dequantized"));
         Self { folder }
     }
 

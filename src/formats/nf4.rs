@@ -15,7 +15,7 @@ use anyhow::{bail, ensure};
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-pub use self::state::{Part, REMEDY, SUFFIXES, owner};
+pub use self::state::{FindPart, Part, REMEDY, SUFFIXES, owner};
 use super::blockwise8::{self, MAP_LEN, dynamic_map};
 use super::safetensors::Dtype;
 use crate::base::error::Result;

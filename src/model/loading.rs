@@ -112,9 +112,9 @@ impl Checkpoint {
         let shards = Shards::open(path)?;
         let mut stored = HashMap::new();
         let mut unreadable = HashMap::new();
-        for name in shards.names().filter(|name| !nf4::owner(name).is_some_and(|weight| shards.find(weight).is_some()))
-        {
-            let Some((file, info)) = shards.find(name) else { continue };
+        for name in shards.names() {
+            let is_part = nf4::owner(name).is_some_and(|weight| shards.find(weight).is_some());
+            let Some((file, info)) = shards.find(name).filter(|_| !is_part) else { continue };
             match Stored::of(name, info, &shards) {
                 Ok(entry) => drop(stored.insert(name.to_owned(), entry)),
                 Err(why) => {

@@ -63,10 +63,12 @@ struct QuantState {
     nested_offset: Option<f32>,
 }
 
+/// Finds the part of a weight with a suffix: its element type and bytes, where the file has it. The empty suffix is the weight itself.
+pub type FindPart<'a, 'f> = dyn Fn(&str) -> Option<(Dtype, &'a [u8])> + 'f;
+
 /// The parts of one weight in a file.
 struct Parts<'a, 'f> {
-    /// Element type and bytes by suffix.
-    part: &'f dyn Fn(&str) -> Option<(Dtype, &'a [u8])>,
+    part: &'f FindPart<'a, 'f>,
 }
 
 impl<'a> Parts<'a, '_> {
@@ -94,13 +96,12 @@ impl<'a> Parts<'a, '_> {
 }
 
 impl<'a> Nf4<'a> {
-    /// Takes a weight together from its parts. `part` gives element type and bytes of the part with a suffix, where the file has it; the empty suffix
-    /// is the weight itself. What grows with the weight stays in the file.
+    /// Puts a weight together from its parts. What grows with the weight stays in the file.
     ///
     /// # Errors
     /// When it is stored in another way than NF4, a part is missing or has the wrong size, or the parts contradict each other. Messages are made to
     /// follow the weight's name.
-    pub fn read(part: &dyn Fn(&str) -> Option<(Dtype, &'a [u8])>) -> Result<Self> {
+    pub fn read(part: &FindPart<'a, '_>) -> Result<Self> {
         if part(STATE_FP4).is_some() {
             bail!("is stored as FP4 by bitsandbytes, which Tandem does not read; {REMEDY}");
         }
