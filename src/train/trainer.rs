@@ -244,10 +244,18 @@ impl Trainer {
         self.model.params().num_trainable()
     }
 
-    /// As [`Self::try_step`], and once more with one buffer for offloaded activations where memory ran out with two.
+    /// One optimizer update from the micro-batches of one step; `data_wait_ms` is the time spent waiting for them.
+    ///
+    /// On a GPU the update is queued and nobody waits for it. Its report comes from the next call, when the device has long done it, or from
+    /// [`Self::flush`]. So the host is one step ahead at most. On the CPU a report comes at once.
+    ///
+    /// Where memory runs out with two device buffers for offloaded activations, the step is taken again with one.
+    ///
+    /// The loss is the sum over all micro-batches divided by the supervised tokens of all of them, never a mean of means.
     ///
     /// # Errors
-    /// As [`Self::try_step`].
+    /// [`NonFinite`] when the loss or a gradient is NaN or infinite: no update is made, neither in that step nor in one that was queued behind
+    /// it, and on a GPU no more steps are taken. An error when a batch does not fit the model; the report of the step before is not lost then.
     pub fn step(&mut self, micro_batches: &[PackedBatch], data_wait_ms: f64, stop: &AtomicBool) -> Result<Stepped> {
         let stepped = self.try_step(micro_batches, data_wait_ms, stop);
         match stepped {
@@ -262,16 +270,7 @@ impl Trainer {
         }
     }
 
-    /// One optimizer update from the micro-batches of one step; `data_wait_ms` is the time spent waiting for them.
-    ///
-    /// On a GPU the update is queued and nobody waits for it. Its report comes from the next call, when the device has long done it, or from
-    /// [`Self::flush`]. So the host is one step ahead at most. On the CPU a report comes at once.
-    ///
-    /// The loss is the sum over all micro-batches divided by the supervised tokens of all of them, never a mean of means.
-    ///
-    /// # Errors
-    /// [`NonFinite`] when the loss or a gradient is NaN or infinite: no update is made, neither in that step nor in one that was queued behind
-    /// it, and on a GPU no more steps are taken. An error when a batch does not fit the model; the report of the step before is not lost then.
+    /// [`Self::step`], once.
     fn try_step(&mut self, micro_batches: &[PackedBatch], data_wait_ms: f64, stop: &AtomicBool) -> Result<Stepped> {
         let num_label_tokens: usize = micro_batches.iter().map(|batch| batch.num_label_tokens).sum();
         ensure!(num_label_tokens > 0, "a step without a supervised token: nothing to learn from");
@@ -305,11 +304,11 @@ impl Trainer {
             };
             let Self { model, recordings, grads, .. } = self;
             let done = model.forward_backward_recorded(recordings, grads, &mut loss, &uploaded, options);
-            // The error of this pass is nobody else's, whatever comes first.
+            // Both errors are taken off, whichever is told.
             let carried = self.model.check_offload();
-            if done.is_none() || device.has_failed() || stop.load(Ordering::Relaxed) {
-                device.check()?;
-                carried?;
+            device.check()?;
+            carried?;
+            if done.is_none() || stop.load(Ordering::Relaxed) {
                 return Ok(Stepped::Stopped);
             }
         }
