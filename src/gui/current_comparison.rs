@@ -1,15 +1,13 @@
 //! The comparisons that the Compare screen shows: what they found so far, and the thread that makes them.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use super::drain::{Drained, drain};
 use crate::base::error::Result;
 use crate::session::compare::{self, CompareEvent, CompareHandle, CompareOptions, CompareReport, Variation};
 use crate::session::config::RunConfig;
 use crate::session::event::RunInfo;
 use crate::session::{Optimization, run_folder};
-
-/// Events taken at once; the clock is looked at in between.
-const BATCH: usize = 16;
 
 /// Where comparisons stand.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -141,25 +139,12 @@ impl CurrentComparison {
     /// Takes in the events that have come, for at most `budget`. Returns whether there were any.
     pub fn drain(&mut self, budget: Duration) -> bool {
         let Some(handle) = &self.handle else { return false };
-        let began = Instant::now();
-        // Asked before draining: what it said is all in the queue then.
-        let finished = handle.is_finished();
-        let mut changed = false;
-        loop {
-            let events = handle.drain(BATCH);
-            let all = events.len() < BATCH;
-            changed |= !events.is_empty();
-            events.into_iter().for_each(|event| self.found.apply(event));
-            if all {
-                if finished {
-                    self.handle = None;
-                }
-                return changed;
-            }
-            if began.elapsed() > budget {
-                return changed;
-            }
+        let Drained { changed, ended } =
+            drain(budget, handle.is_finished(), |max| handle.drain(max), |event| self.found.apply(event));
+        if ended {
+            self.handle = None;
         }
+        changed
     }
 
     /// Whether it runs.

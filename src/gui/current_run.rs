@@ -1,17 +1,15 @@
 //! The run that the Live screen shows: one that trains here, or an old one read from its folder.
 
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use super::drain::{Drained, drain};
 use crate::base::error::Result;
 use crate::session::config::RunConfig;
 use crate::session::event::Command;
 use crate::session::handle::{self, RunHandle};
 use crate::session::run_folder;
 use crate::session::run_view::{RunState, RunView};
-
-/// Events taken at once; the clock is looked at in between.
-const BATCH: usize = 64;
 
 /// A run with its events so far.
 pub struct CurrentRun {
@@ -44,26 +42,12 @@ impl CurrentRun {
     /// Takes in the events that have come, for at most `budget`. Returns whether there were any.
     pub fn drain(&mut self, budget: Duration) -> bool {
         let Some(handle) = &self.handle else { return false };
-        let began = Instant::now();
-        // Asked before draining: what a finished run said is all in the queue then.
-        let finished = handle.is_finished();
-        let mut changed = false;
-        loop {
-            let events = handle.drain(BATCH);
-            for event in &events {
-                self.view.apply(event);
-            }
-            changed |= !events.is_empty();
-            if events.len() < BATCH {
-                if finished {
-                    self.handle = None;
-                }
-                return changed;
-            }
-            if began.elapsed() > budget {
-                return changed;
-            }
+        let Drained { changed, ended } =
+            drain(budget, handle.is_finished(), |max| handle.drain(max), |event| self.view.apply(&event));
+        if ended {
+            self.handle = None;
         }
+        changed
     }
 
     /// Its folder.

@@ -5,6 +5,7 @@ pub mod app;
 pub mod current_comparison;
 mod current_run;
 mod dialogs;
+mod drain;
 pub mod figures;
 pub mod fonts;
 pub mod icons;

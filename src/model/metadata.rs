@@ -14,9 +14,6 @@ use crate::ops::sequence;
 use crate::tensor::phase::{Pass, Phase};
 use crate::tensor::{Device, Indices, MemoryCategory};
 
-/// Batches whose metadata are worth keeping: the one in work.
-const BATCHES: usize = 1;
-
 /// What the layers of one window need to know about the documents of one batch.
 #[derive(Debug)]
 pub struct SequenceMetadata {
@@ -135,6 +132,7 @@ pub struct MetadataPolicy {
 pub struct MetadataCache {
     policy: MetadataPolicy,
     capacity: usize,
+    num_windows: usize,
     state: Mutex<State>,
 }
 
@@ -158,8 +156,9 @@ struct State {
 impl MetadataCache {
     /// An empty cache for a model with the given distinct windows.
     pub fn new(policy: MetadataPolicy, num_windows: usize) -> Self {
-        let capacity = if policy.capacity == 0 { BATCHES * num_windows } else { policy.capacity };
-        Self { policy, capacity: capacity.max(1), state: Mutex::default() }
+        // One batch is in work.
+        let capacity = if policy.capacity == 0 { num_windows } else { policy.capacity };
+        Self { policy, capacity: capacity.max(1), num_windows, state: Mutex::default() }
     }
 
     /// How metadata is had.
@@ -168,8 +167,8 @@ impl MetadataCache {
     }
 
     /// Whether all that a pass over a batch needs is built before it and kept until it is done.
-    pub fn holds_all(&self, num_windows: usize) -> bool {
-        self.policy.metadata == Metadata::Cached && self.capacity >= num_windows
+    pub fn holds_all(&self) -> bool {
+        self.policy.metadata == Metadata::Cached && self.capacity >= self.num_windows
     }
 
     /// Builds the metadata of `batch` for `windows`, as far as they are kept: layers find them.
@@ -181,7 +180,7 @@ impl MetadataCache {
         path: AttentionPath,
         rope: &Arc<RopeTable>,
     ) {
-        if !self.holds_all(windows.len()) {
+        if !self.holds_all() {
             return;
         }
         let mut state = self.lock();

@@ -156,7 +156,7 @@ impl Transformer {
         let offloads = options.activations == Activations::Offload && self.prepare_offload(batch.total_tokens());
         if options.dropout.is_some() && self.drops() {
             recordings.give_up("with lora_dropout above 0 every step drops other inputs".into());
-        } else if !self.metadata_cache().holds_all(self.config.windows().len()) {
+        } else if !self.metadata_cache().holds_all() {
             recordings.give_up("layers build what they know of the documents anew, for which the host must act".into());
         } else if offloads && self.offload().needs_thread() {
             recordings.give_up("a thread carries activations, as not all could be page-locked".into());

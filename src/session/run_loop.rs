@@ -15,7 +15,6 @@ use self::preparing::Prepared;
 use super::event::{NoteLevel, Outcome, RunEvent};
 use super::handle::RunContext;
 use crate::base::error::Result;
-use crate::train::config::{Metadata, MetadataBaseline};
 use crate::train::report::StepReport;
 use crate::train::trainer::Stepped;
 
@@ -156,10 +155,7 @@ impl<'a> Training<'a> {
 
     /// Switches what was asked for since the last step.
     fn switch(&mut self) {
-        let off_metadata = match self.context.config.optimizations.metadata_baseline {
-            MetadataBaseline::Published => Metadata::Published,
-            MetadataBaseline::Fused => Metadata::Fused,
-        };
+        let off_metadata = self.context.config.optimizations.metadata_baseline.metadata();
         for (optimization, on) in self.context.control.take_switches() {
             let trainer = &mut self.prepared.trainer;
             let choices = trainer.choices();

@@ -170,6 +170,16 @@ pub enum MetadataBaseline {
     Fused,
 }
 
+impl MetadataBaseline {
+    /// The engine's word for it.
+    pub fn metadata(self) -> Metadata {
+        match self {
+            Self::Published => Metadata::Published,
+            Self::Fused => Metadata::Fused,
+        }
+    }
+}
+
 /// `[optimizations]`: each can be left to Tandem or set, and none changes a result.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -207,10 +217,9 @@ impl Default for OptimizationsConfig {
 impl OptimizationsConfig {
     /// Where layers get what they need to know of documents. Nothing speaks against the cache anywhere, so `auto` is on.
     pub fn metadata(&self) -> MetadataPolicy {
-        let metadata = match (self.metadata_cache, self.metadata_baseline) {
-            (Switch::Auto | Switch::On, _) => Metadata::Cached,
-            (Switch::Off, MetadataBaseline::Published) => Metadata::Published,
-            (Switch::Off, MetadataBaseline::Fused) => Metadata::Fused,
+        let metadata = match self.metadata_cache {
+            Switch::Auto | Switch::On => Metadata::Cached,
+            Switch::Off => self.metadata_baseline.metadata(),
         };
         MetadataPolicy { metadata, capacity: self.metadata_entries }
     }
