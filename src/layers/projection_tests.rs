@@ -25,9 +25,9 @@ fn layer(device: &Device, dropout: f32, columns: usize) -> (Params, Projection) 
         params.train(weight);
         params.train(bias);
         let a = Part { matrix, row: N + i * columns, col: 0, rows: R, cols: IN };
-        let a = params.push_adapter("lora_A", a, values.vec(R * IN), Some(i * columns));
+        let a = params.push_adapter("lora_A", a, || values.vec(R * IN), Some(i * columns));
         let b = Part { matrix, row: first, col: IN + i * columns, rows: out_features, cols: R };
-        let b = params.push_adapter("lora_B", b, values.vec(out_features * R), None);
+        let b = params.push_adapter("lora_B", b, || values.vec(out_features * R), None);
         let lora = Lora { a, b, r: R, first: i * columns, scale: 1.5, dropout, index: 9 + i as u32 };
         let linear = Linear { weight, bias: Some(bias), lora: Some(lora), first, out_features };
         first += out_features;

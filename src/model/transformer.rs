@@ -129,12 +129,15 @@ impl Transformer {
     }
 
     /// A model of that shape with random weights: uniform with the standard deviation of GPT-2's start, 0.02; norms 1, biases 0. It has room
-    /// for the adapters of `lora`.
+    /// for the adapters of `lora`. On a recording device no weights are made.
     ///
     /// # Errors
     /// When the device has no room.
     pub fn random(config: &ModelConfig, device: &Device, lora: Option<&LoraSpec>, seed: u64) -> Result<Self> {
         let mut model = Self::zeros(config, device, lora)?;
+        if !device.keeps_values() {
+            return Ok(model);
+        }
         for (number, (id, name)) in model.names().into_iter().enumerate() {
             let (len, is_vector) = (model.params.get(id).len(), model.params.get(id).shape.len() == 1);
             let data = if is_vector {
