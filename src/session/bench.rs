@@ -7,6 +7,7 @@ use anyhow::{Context as _, bail, ensure};
 use serde::Serialize;
 
 use super::bench_ops::{random, time};
+use super::bench_plan::{self, PlanCheck};
 use super::compare::{self, CompareEvent, CompareOptions, Subject};
 use super::trace::Trace;
 use crate::base::error::Result;
@@ -16,10 +17,12 @@ use crate::data::pack::PackedBatch;
 use crate::model::config::ModelConfig;
 use crate::model::transformer::Transformer;
 use crate::ops::matmul;
+use crate::tensor::cuda::Pool;
 use crate::tensor::memory::MemoryReport;
 use crate::tensor::phase::PhaseTime;
 use crate::tensor::{Device, MemoryCategory};
-use crate::train::config::{DeviceChoice, MethodConfig, OptimizerConfig, Precision, ScheduleKind};
+use crate::train::config::{ActivationsChoice, DeviceChoice, MethodConfig, OptimizerConfig, Precision, ScheduleKind};
+use crate::train::plan::MemoryPlan;
 use crate::train::report::{CacheReport, Choice, CopyReport, StepReport};
 use crate::train::snapshot::Snapshot;
 use crate::train::switches::Switches;
@@ -55,6 +58,8 @@ pub struct BenchOptions {
     pub steps: usize,
     /// What is switched how.
     pub switches: Switches,
+    /// What blocks keep: of `switches`, or what is fastest and fits.
+    pub activations: ActivationsChoice,
     /// Rank of the adapters on all linears.
     pub r: usize,
 }
@@ -101,6 +106,8 @@ pub struct BenchRow {
     pub peak_bytes: u64,
     /// Memory by category.
     pub memory: MemoryReport,
+    /// The memory plan beside what was measured, on a GPU.
+    pub plan: Option<PlanCheck>,
     /// Kernel launches of the median step, on a GPU.
     pub launches: Option<u64>,
     /// Times the host waited for the device in the median step.
@@ -177,6 +184,8 @@ struct Loaded {
     config: ModelConfig,
     trainer: Trainer,
     start: Snapshot,
+    /// Of the row that is measured, on a GPU.
+    plan: Option<MemoryPlan>,
 }
 
 impl Bench {
@@ -188,22 +197,34 @@ impl Bench {
     /// The model of `options` in its first state, switched as they ask.
     fn load(&mut self, options: &BenchOptions) -> Result<&mut Loaded> {
         let BenchOptions { ref model, switches, r, .. } = *options;
+        let config = model_config(model)?;
+        let method = MethodConfig { r, ..MethodConfig::default() };
+        let optimizer = OptimizerConfig { schedule: ScheduleKind::Constant, ..OptimizerConfig::default() };
+        let setup = TrainerSetup { method, optimizer, switches, seed: 1, total_steps: 1 };
+        let lengths = document_lengths(options.tokens, options.pack);
+        let plan = match &self.device {
+            Device::Cpu(_) => None,
+            Device::Cuda(gpu) => Some((bench_plan::plan(options, &lengths, &config, &setup, gpu), gpu.clone())),
+        };
         let mut loaded = match self.model.take().filter(|loaded| loaded.name == *model && loaded.r == r) {
             Some(loaded) => loaded,
             None => {
-                let config = model_config(model)?;
-                let method = MethodConfig { r, ..MethodConfig::default() };
-                let weights = Transformer::random(&config, &self.device, lora_spec(&method).as_ref(), 1)?;
-                let optimizer = OptimizerConfig { schedule: ScheduleKind::Constant, ..OptimizerConfig::default() };
-                let setup = TrainerSetup { method, optimizer, switches, seed: 1, total_steps: 1 };
+                if let Some((plan, gpu)) = &plan {
+                    bench_plan::reserve(gpu, Pool::Lasting, plan);
+                }
+                let weights = Transformer::random(&config, &self.device, lora_spec(&setup.method).as_ref(), 1)?;
                 let trainer = Trainer::new(weights, setup)?;
                 let start = trainer.snapshot();
-                Loaded { name: model.clone(), r, config, trainer, start }
+                Loaded { name: model.clone(), r, config, trainer, start, plan: None }
             }
         };
         // What other switches have recorded holds memory that is none of this measurement's.
         loaded.trainer.forget_recordings();
-        loaded.trainer.set_switches(switches);
+        if let Some((plan, gpu)) = &plan {
+            bench_plan::reserve(gpu, Pool::Pass, plan);
+        }
+        loaded.plan = plan.map(|(plan, _)| plan);
+        bench_plan::switch(&mut loaded.trainer, options, loaded.plan.as_ref());
         loaded.trainer.restore(&loaded.start);
         self.device.reset_memory_peaks();
         Ok(self.model.insert(loaded))
@@ -239,8 +260,8 @@ impl Bench {
             Some(tflops) => tflops,
             None => *self.matmul_tflops.insert(device.run(|| square_product_tflops(&device))?),
         };
-        let Loaded { config, trainer, .. } = self.load(options)?;
-        measure(options, config, trainer, matmul_tflops, trace)
+        let Loaded { config, trainer, plan, .. } = self.load(options)?;
+        measure(options, config, trainer, plan.as_ref(), matmul_tflops, trace)
     }
 }
 
@@ -249,10 +270,12 @@ fn measure(
     options: &BenchOptions,
     config: &ModelConfig,
     trainer: &mut Trainer,
+    plan: Option<&MemoryPlan>,
     matmul_tflops: f64,
     trace: Option<&mut Trace>,
 ) -> Result<BenchRow> {
-    let BenchOptions { tokens, pack, warmup, steps, switches, r, .. } = *options;
+    let BenchOptions { tokens, pack, warmup, steps, r, .. } = *options;
+    let switches = trainer.switches();
     let device = trainer.model().device().clone();
     let lengths = document_lengths(tokens, pack);
     let micro_batches = micro_batches(&lengths, pack, config.vocab_size);
@@ -291,6 +314,9 @@ fn measure(
         not_attributed_ms: median.not_attributed_ms,
         peak_bytes: median.memory.peak_bytes,
         memory: median.memory.clone(),
+        plan: plan
+            .and_then(MemoryPlan::need)
+            .and_then(|need| bench_plan::check(&device, need, device.memory().peak_bytes)),
         launches: median.counters.map(|c| c.launches),
         host_syncs: median.counters.map(|c| c.host_syncs),
         allocations: median.counters.map(|c| c.allocations),
