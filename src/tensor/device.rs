@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use anyhow::Context as _;
 
+use super::bytes::{ByteStorage, Bytes};
 use super::clock::{PhaseClock, Script};
 use super::cuda::{CounterValues, CudaDevice, EventClock, Graph, PassScope};
 use super::dtype::{DType, Precision};
@@ -356,6 +357,19 @@ impl Device {
                 Indices::from_parts(IndexStorage::Cuda(gpu.alloc(category, bytes)), len, charge)
             }
         }
+    }
+
+    /// `len` bytes, all zero.
+    pub fn zero_bytes(&self, category: MemoryCategory, len: usize) -> Bytes {
+        let (storage, ledger) = match self {
+            Self::Cpu(cpu) => (ByteStorage::Host(vec![0; len]), &cpu.inner.ledger),
+            Self::Cuda(gpu) => {
+                let buffer = gpu.alloc(category, len);
+                gpu.zero(buffer.pointer(), len);
+                (ByteStorage::Cuda(buffer), gpu.ledger())
+            }
+        };
+        Bytes::from_parts(storage, len, ledger.charge(category, len as u64))
     }
 
     /// Integers on the device.
