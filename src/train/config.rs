@@ -5,7 +5,9 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 pub use crate::model::metadata::MetadataPolicy;
-pub use crate::model::policy::{Activations, AttentionPath, Dequantized, Metadata, OffloadPolicy, WeightFormat};
+pub use crate::model::policy::{
+    Activations, AttentionPath, Dequantized, MemoryPolicy, Metadata, OffloadPolicy, Placement, WeightFormat,
+};
 pub use crate::tensor::dtype::Precision;
 
 /// Which parameters train.
@@ -91,7 +93,7 @@ pub enum ScheduleKind {
     Constant,
 }
 
-/// `[optimizer]`: AdamW, its schedule and clipping.
+/// `[optimizer]`: AdamW, its state, its schedule and clipping.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct OptimizerConfig {
@@ -105,6 +107,8 @@ pub struct OptimizerConfig {
     pub eps: f64,
     /// Decoupled weight decay.
     pub weight_decay: f64,
+    /// Bits of a value of the moments: 32, or 8 in blocks as in bitsandbytes.
+    pub bits: u32,
     /// Largest global gradient norm; 0 turns clipping off.
     pub max_grad_norm: f64,
     /// Shape of the learning rate after warm-up.
@@ -121,6 +125,7 @@ impl Default for OptimizerConfig {
             beta2: 0.999,
             eps: 1e-8,
             weight_decay: 0.0,
+            bits: 32,
             max_grad_norm: 1.0,
             schedule: ScheduleKind::Cosine,
             warmup_steps: 0,
@@ -255,6 +260,46 @@ impl OptimizationsConfig {
             pinned_bytes: (self.offload_pinned_gib > 0.0)
                 .then_some((self.offload_pinned_gib * f64::from(1 << 30)) as u64),
         }
+    }
+}
+
+/// Where something lies, as asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PlacementChoice {
+    /// In the device's memory, until Tandem plans it.
+    #[default]
+    Auto,
+    /// In the device's memory.
+    Device,
+    /// In the host's memory.
+    Host,
+}
+
+impl PlacementChoice {
+    /// Where that is.
+    pub fn placement(self) -> Placement {
+        match self {
+            Self::Auto | Self::Device => Placement::Device,
+            Self::Host => Placement::Host,
+        }
+    }
+}
+
+/// `[memory]`: where things lie. None of it changes a result.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct MemoryConfig {
+    /// The table of token embeddings.
+    pub embedding: PlacementChoice,
+    /// The optimizer's moments.
+    pub optimizer_state: PlacementChoice,
+}
+
+impl MemoryConfig {
+    /// The engine's word for it.
+    pub fn policy(&self) -> MemoryPolicy {
+        MemoryPolicy { embedding: self.embedding.placement(), optimizer_state: self.optimizer_state.placement() }
     }
 }
 

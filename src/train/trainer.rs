@@ -133,7 +133,7 @@ impl Trainer {
             Some(spec) => model.add_lora(&spec, setup.seed).context("[method] does not fit this model")?,
         }
         let grads = Grads::new(model.params());
-        let optimizer = Optimizer::new(&model);
+        let optimizer = Optimizer::new(&model, setup.optimizer.bits);
         let reports_late = matches!(model.device(), Device::Cuda(_));
         let recordings = Recordings::new(setup.switches.cuda_graphs);
         let mut trainer = Self {

@@ -125,7 +125,7 @@ pub(in crate::session) fn load(
         TrainerSetup {
             method: config.method.clone(),
             optimizer: config.optimizer.clone(),
-            switches: Switches::of(&config.train, &config.optimizations),
+            switches: Switches::of(&config.train, &config.optimizations, &config.memory),
             seed: config.seed,
             total_steps: data.plan.total_steps(),
         },
@@ -152,7 +152,7 @@ pub(super) fn prepare(context: &RunContext) -> Result<Option<Prepared>> {
         name: run_folder::run_name(config),
         folder: context.folder.clone(),
         model: run_folder::short_name(&config.model.path),
-        method: describe_method(&config.method),
+        method: describe_method(&config.method, config.optimizer.bits),
         device: trainer.model().device().describe(),
         total_steps: data.plan.total_steps(),
         steps_per_epoch,
@@ -259,12 +259,13 @@ fn check_fits(data: &TrainingData, checkpoint: &Checkpoint, note: &dyn Fn(NoteLe
 }
 
 /// One line on the method.
-pub(in crate::session) fn describe_method(method: &MethodConfig) -> String {
-    match method.kind {
+pub(in crate::session) fn describe_method(method: &MethodConfig, optimizer_bits: u32) -> String {
+    let of = match method.kind {
         MethodKind::Full => "full fine-tuning".into(),
         MethodKind::Lora => describe_adapters("LoRA", method),
         MethodKind::Qlora => describe_adapters("QLoRA", method),
-    }
+    };
+    if optimizer_bits == 8 { format!("{of}, 8-bit AdamW") } else { of }
 }
 
 fn describe_adapters(kind: &str, method: &MethodConfig) -> String {
