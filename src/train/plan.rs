@@ -12,7 +12,7 @@ use anyhow::{Context as _, ensure};
 use serde::{Deserialize, Serialize};
 
 use super::batch::bucket;
-use super::config::{Activations, ActivationsChoice, Dequantized};
+use super::config::{Activations, ActivationsChoice};
 use super::switches::Switches;
 use super::trainer::{Trainer, TrainerSetup, lora_spec};
 use crate::base::error::Result;
@@ -20,7 +20,7 @@ use crate::base::units;
 use crate::data::example::{Example, IGNORE_INDEX};
 use crate::data::pack::PackedBatch;
 use crate::model::config::ModelConfig;
-use crate::model::transformer::{Form, Transformer};
+use crate::model::transformer::Transformer;
 use crate::tensor::cuda::{DeviceFacts, Pool, RecordingFacts};
 use crate::tensor::memory::{MemoryCategory, available_host_bytes};
 use crate::tensor::{Device, Gpu};
@@ -223,8 +223,7 @@ impl Planner {
         let Device::Cuda(gpu) = &device else { unreachable!("a recording device is a GPU to whoever uses it") };
         let setup = TrainerSetup { switches, ..self.setup.clone() };
         let lora = lora_spec(&setup.method);
-        let form = Form { lora: lora.as_ref(), weights: setup.method.weight_format(Dequantized::Scratch) };
-        let model = Transformer::random(&self.config, &device, form, 0)?;
+        let model = Transformer::random(&self.config, &device, setup.form(lora.as_ref()), 0)?;
         let mut trainer = Trainer::new(model, setup)?;
         let batch = largest_batch(work)?;
         let batches = vec![batch; work.batches.max(1)];

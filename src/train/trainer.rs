@@ -25,7 +25,7 @@ use crate::model::lora::LoraSpec;
 use crate::model::metadata::{CacheCounts, CacheEntry};
 use crate::model::offload::OffloadState;
 use crate::model::recording::Recordings;
-use crate::model::transformer::{PassOptions, Transformer};
+use crate::model::transformer::{Form, PassOptions, Transformer};
 use crate::ops::cross_entropy::LossSum;
 use crate::ops::norm::{ClipValues, first_non_finite};
 use crate::tensor::Device;
@@ -48,6 +48,13 @@ pub struct TrainerSetup {
     pub seed: u64,
     /// Optimizer steps of the run, for the schedule.
     pub total_steps: u64,
+}
+
+impl TrainerSetup {
+    /// The form in which a model must be made to be trained so, with room for the adapters `lora` of its method.
+    pub fn form<'a>(&self, lora: Option<&'a LoraSpec>) -> Form<'a> {
+        Form { lora, weights: self.method.weight_format(self.switches.memory.dequantized) }
+    }
 }
 
 /// The adapters that a method asks for, if any: what a model should have room for when it is loaded to be trained by it.
