@@ -10,6 +10,7 @@ use std::sync::atomic::AtomicBool;
 
 use anyhow::{Context as _, ensure};
 use serde::{Deserialize, Serialize};
+use tracing::subscriber::NoSubscriber;
 
 use super::batch::bucket;
 use super::config::{Activations, ActivationsChoice};
@@ -28,6 +29,8 @@ use crate::tensor::{Device, Gpu};
 /// What the driver's context takes where no driver can be asked, in bytes: an assumption. It was between 0.3 and 0.6 GB on cards of the last years,
 /// with the kernels and the matrix library's workspace.
 const ASSUMED_CONTEXT: u64 = 480 << 20;
+/// What the driver takes for kernels of the vendor's matrix library when they are first used, in bytes: an assumption, as nobody says it before.
+const ASSUMED_LIBRARY_KERNELS: u64 = 64 << 20;
 /// Recordings of other sizes of packs that a run may keep beside that of the largest.
 const OTHER_RECORDINGS: u64 = 7;
 
@@ -107,6 +110,8 @@ pub struct Need {
     pub pass_bytes: u64,
     /// In use before the first tensor.
     pub before_bytes: u64,
+    /// What kernels of the vendor's matrix library will take, by assumption.
+    pub library_bytes: u64,
     /// Page-locked host memory.
     pub pinned_bytes: u64,
     /// Host memory, page-locked memory included.
@@ -116,7 +121,7 @@ pub struct Need {
 impl Need {
     /// Device memory as the driver will count it.
     pub fn vram_bytes(&self) -> u64 {
-        self.before_bytes + self.slab_bytes()
+        self.before_bytes + self.library_bytes + self.slab_bytes()
     }
 
     /// Both slabs.
@@ -216,7 +221,12 @@ impl Planner {
     }
 
     /// As [`Self::need`], for another step.
-    pub(super) fn need_for(&self, switches: Switches, work: Workload) -> Result<Need> {
+    fn need_for(&self, switches: Switches, work: Workload) -> Result<Need> {
+        // What the engine logs of such a step is no news of a run.
+        tracing::subscriber::with_default(NoSubscriber::new(), || self.record(switches, work))
+    }
+
+    fn record(&self, switches: Switches, work: Workload) -> Result<Need> {
         let Machine { ref card, vendor_library, host_bytes, before_bytes, .. } = self.machine;
         let device =
             Device::recording(RecordingFacts { card: card.clone(), free_bytes: None, host_bytes, vendor_library });
@@ -249,6 +259,7 @@ impl Planner {
             lasting_bytes: in_granules(lasting + others * twin_bytes),
             pass_bytes: in_granules(pass),
             before_bytes,
+            library_bytes: if vendor_library { ASSUMED_LIBRARY_KERNELS } else { 0 },
             pinned_bytes: pinned,
             host_bytes: pinned.max(offload.host_bytes),
         })
