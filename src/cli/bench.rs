@@ -14,8 +14,8 @@ use tandem::session::bench_plan::PlanCheck;
 use tandem::session::compare::{CompareEvent, CompareOptions, CompareReport, Variation};
 use tandem::session::trace::{Trace, TraceSteps};
 use tandem::session::{
-    ActivationsChoice, AttentionPath, CacheCounts, DeviceChoice, Metadata, MetadataPolicy, OffloadPolicy, Precision,
-    Switches,
+    ActivationsChoice, AttentionPath, CacheCounts, DeviceChoice, Metadata, MetadataPolicy, MethodKind, OffloadPolicy,
+    Precision, Switches,
 };
 use tandem::tensor::Device;
 
@@ -62,6 +62,15 @@ pub struct BenchArgs {
     /// Rank of the adapters.
     #[arg(long, default_value_t = 16)]
     r: usize,
+    /// What trains: lora, or qlora (adapters on weights in NF4).
+    #[arg(long, value_delimiter = ',', default_value = "lora", value_parser = method)]
+    method: Vec<MethodKind>,
+    /// Every pack is one document, instead of documents of about 512 tokens.
+    #[arg(long)]
+    one_document: bool,
+    /// GiB of the GPU's memory to use at most, the driver's own part included; 0: all that is free.
+    #[arg(long, value_name = "GIB", default_value_t = 0.0)]
+    vram_gib: f64,
     /// Where to run: auto, cpu, cuda.
     #[arg(long, default_value = "auto", value_parser = device)]
     device: DeviceChoice,
@@ -95,6 +104,14 @@ fn activations(text: &str) -> std::result::Result<ActivationsChoice, String> {
         "keep" => Ok(ActivationsChoice::Keep),
         "offload" => Ok(ActivationsChoice::Offload),
         other => Err(format!("`{other}` is none of auto, recompute, keep, offload")),
+    }
+}
+
+fn method(text: &str) -> std::result::Result<MethodKind, String> {
+    match text {
+        "lora" => Ok(MethodKind::Lora),
+        "qlora" => Ok(MethodKind::Qlora),
+        other => Err(format!("`{other}` is neither lora nor qlora")),
     }
 }
 
@@ -137,17 +154,21 @@ impl BenchArgs {
     fn options(&self) -> Vec<BenchOptions> {
         let mut all = Vec::new();
         for model in &self.model {
-            for &pack in &self.pack {
-                all.extend(self.switches().into_iter().map(|(activations, switches)| BenchOptions {
-                    model: model.clone(),
-                    tokens: self.tokens,
-                    pack,
-                    warmup: self.warmup,
-                    steps: self.steps,
-                    switches,
-                    activations,
-                    r: self.r,
-                }));
+            for &method in &self.method {
+                for &pack in &self.pack {
+                    all.extend(self.switches().into_iter().map(|(activations, switches)| BenchOptions {
+                        model: model.clone(),
+                        tokens: self.tokens,
+                        pack,
+                        warmup: self.warmup,
+                        steps: self.steps,
+                        switches,
+                        activations,
+                        r: self.r,
+                        method,
+                        one_document: self.one_document,
+                    }));
+                }
             }
         }
         all
@@ -186,7 +207,7 @@ pub fn run(args: &BenchArgs) -> Result<()> {
     for path in [&args.html, &args.trace].into_iter().flatten() {
         compare::check_folder(path)?;
     }
-    let device = bench::device(args.device, Precision::F32)?;
+    let device = bench::device(args.device, Precision::F32, units::gib(args.vram_gib))?;
     if args.ops {
         return print_ops(&mut io::stdout().lock(), &device, args.json);
     }
@@ -300,8 +321,8 @@ fn print_row(out: &mut impl io::Write, row: &BenchRow) -> io::Result<()> {
     let Switches { activations, attention, metadata, .. } = row.switches;
     writeln!(
         out,
-        "{} · pack {pack} · {activations:?} · {attention:?} · metadata {:?}{graphs} · {}",
-        row.model, metadata.metadata, row.device
+        "{} · {:?} · pack {pack} · {activations:?} · {attention:?} · metadata {:?}{graphs} · {}",
+        row.model, row.method, metadata.metadata, row.device
     )?;
     if let Some(why) = &row.unrecorded {
         writeln!(out, "  CUDA graphs are not used: {why}")?;

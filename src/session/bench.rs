@@ -15,13 +15,15 @@ use crate::base::rng::{Philox, unit_f32};
 use crate::data::example::{Example, IGNORE_INDEX};
 use crate::data::pack::PackedBatch;
 use crate::model::config::ModelConfig;
-use crate::model::transformer::Transformer;
+use crate::model::transformer::{Form, Transformer};
 use crate::ops::matmul;
 use crate::tensor::cuda::Pool;
 use crate::tensor::memory::MemoryReport;
 use crate::tensor::phase::PhaseTime;
 use crate::tensor::{Device, MemoryCategory};
-use crate::train::config::{ActivationsChoice, DeviceChoice, MethodConfig, OptimizerConfig, Precision, ScheduleKind};
+use crate::train::config::{
+    ActivationsChoice, Dequantized, DeviceChoice, MethodConfig, MethodKind, OptimizerConfig, Precision, ScheduleKind,
+};
 use crate::train::plan::MemoryPlan;
 use crate::train::report::{CacheReport, Choice, CopyReport, StepReport};
 use crate::train::snapshot::Snapshot;
@@ -62,6 +64,10 @@ pub struct BenchOptions {
     pub activations: ActivationsChoice,
     /// Rank of the adapters on all linears.
     pub r: usize,
+    /// Whether the weights below them are in NF4.
+    pub method: MethodKind,
+    /// Whether a pack is one document.
+    pub one_document: bool,
 }
 
 impl BenchOptions {
@@ -72,7 +78,16 @@ impl BenchOptions {
             "tokens ({tokens}) must be a multiple of pack ({pack})"
         );
         ensure!(steps >= 1, "at least one step must be measured");
+        ensure!(self.method.has_adapters(), "only methods with adapters are measured");
         Ok(())
+    }
+
+    /// Lengths of the documents of a step.
+    pub(super) fn lengths(&self) -> Vec<usize> {
+        if self.one_document {
+            return vec![self.pack; self.tokens / self.pack];
+        }
+        document_lengths(self.tokens, self.pack)
     }
 }
 
@@ -81,6 +96,8 @@ impl BenchOptions {
 pub struct BenchRow {
     /// Model.
     pub model: String,
+    /// Which parameters train, on what.
+    pub method: MethodKind,
     /// Device in words.
     pub device: String,
     /// Tokens in one micro-batch.
@@ -156,15 +173,15 @@ pub fn model_config(model: &str) -> Result<ModelConfig> {
     ModelConfig::from_hf_json(&text).with_context(|| format!("reading {model}"))
 }
 
-/// The device to measure; `auto` is the GPU where there is one.
+/// The device to measure; `auto` is the GPU where there is one, used as if it had no more than the limit.
 ///
 /// # Errors
 /// When the GPU is asked for and cannot be had, or the CPU refuses its threads.
-pub fn device(choice: DeviceChoice, precision: Precision) -> Result<Device> {
+pub fn device(choice: DeviceChoice, precision: Precision, vram_limit_bytes: Option<u64>) -> Result<Device> {
     match choice {
         DeviceChoice::Cpu => Device::cpu(0, precision),
-        DeviceChoice::Cuda => Ok(Device::cuda()?),
-        DeviceChoice::Auto => Device::cuda().or_else(|_| Device::cpu(0, precision)),
+        DeviceChoice::Cuda => Ok(Device::cuda_within(vram_limit_bytes)?),
+        DeviceChoice::Auto => Device::cuda_within(vram_limit_bytes).or_else(|_| Device::cpu(0, precision)),
     }
 }
 
@@ -180,7 +197,7 @@ pub struct Bench {
 #[derive(Debug)]
 struct Loaded {
     name: String,
-    r: usize,
+    method: MethodConfig,
     config: ModelConfig,
     trainer: Trainer,
     start: Snapshot,
@@ -196,26 +213,27 @@ impl Bench {
 
     /// The model of `options` in its first state, switched as they ask.
     fn load(&mut self, options: &BenchOptions) -> Result<&mut Loaded> {
-        let BenchOptions { ref model, switches, r, .. } = *options;
+        let BenchOptions { ref model, switches, r, method, .. } = *options;
         let config = model_config(model)?;
-        let method = MethodConfig { r, ..MethodConfig::default() };
+        let method = MethodConfig { kind: method, r, ..MethodConfig::default() };
         let optimizer = OptimizerConfig { schedule: ScheduleKind::Constant, ..OptimizerConfig::default() };
-        let setup = TrainerSetup { method, optimizer, switches, seed: 1, total_steps: 1 };
-        let lengths = document_lengths(options.tokens, options.pack);
+        let setup = TrainerSetup { method: method.clone(), optimizer, switches, seed: 1, total_steps: 1 };
         let plan = match &self.device {
             Device::Cpu(_) => None,
-            Device::Cuda(gpu) => Some((bench_plan::plan(options, &lengths, &config, &setup, gpu), gpu.clone())),
+            Device::Cuda(gpu) => Some((bench_plan::plan(options, &config, &setup, gpu), gpu.clone())),
         };
-        let mut loaded = match self.model.take().filter(|loaded| loaded.name == *model && loaded.r == r) {
+        let mut loaded = match self.model.take().filter(|loaded| loaded.name == *model && loaded.method == method) {
             Some(loaded) => loaded,
             None => {
                 if let Some((plan, gpu)) = &plan {
                     bench_plan::reserve(gpu, Pool::Lasting, plan);
                 }
-                let weights = Transformer::random(&config, &self.device, lora_spec(&setup.method).as_ref(), 1)?;
+                let lora = lora_spec(&method);
+                let form = Form { lora: lora.as_ref(), weights: method.weight_format(Dequantized::Scratch) };
+                let weights = Transformer::random(&config, &self.device, form, 1)?;
                 let trainer = Trainer::new(weights, setup)?;
                 let start = trainer.snapshot();
-                Loaded { name: model.clone(), r, config, trainer, start, plan: None }
+                Loaded { name: model.clone(), method, config, trainer, start, plan: None }
             }
         };
         // What other switches have recorded holds memory that is none of this measurement's.
@@ -243,7 +261,7 @@ impl Bench {
     ) -> Result<()> {
         options.check()?;
         let Loaded { config, trainer, .. } = self.load(options)?;
-        let lengths = document_lengths(options.tokens, options.pack);
+        let lengths = options.lengths();
         let batches = vec![micro_batches(&lengths, options.pack, config.vocab_size); comparison.num_steps()];
         let subject = Subject { model: &options.model, batches: &batches };
         compare::compare_all(trainer, subject, comparison, on_event, stop)
@@ -277,7 +295,7 @@ fn measure(
     let BenchOptions { tokens, pack, warmup, steps, r, .. } = *options;
     let switches = trainer.switches();
     let device = trainer.model().device().clone();
-    let lengths = document_lengths(tokens, pack);
+    let lengths = options.lengths();
     let micro_batches = micro_batches(&lengths, pack, config.vocab_size);
     let flops_per_token = flops_per_token(config, &lengths, r);
     let stop = AtomicBool::new(false);
@@ -302,6 +320,7 @@ fn measure(
     let tflops = tokens_per_sec * flops_per_token / 1e12;
     Ok(BenchRow {
         model: options.model.clone(),
+        method: options.method,
         device: device.describe(),
         pack,
         tokens,

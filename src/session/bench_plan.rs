@@ -32,14 +32,8 @@ pub struct PlanCheck {
 }
 
 /// Plans a row on a GPU.
-pub(super) fn plan(
-    options: &BenchOptions,
-    lengths: &[usize],
-    config: &ModelConfig,
-    setup: &TrainerSetup,
-    gpu: &Gpu,
-) -> MemoryPlan {
-    let longest = lengths.iter().copied().max().unwrap_or(options.pack);
+pub(super) fn plan(options: &BenchOptions, config: &ModelConfig, setup: &TrainerSetup, gpu: &Gpu) -> MemoryPlan {
+    let longest = options.lengths().into_iter().max().unwrap_or(options.pack);
     Planner {
         config: config.clone(),
         setup: TrainerSetup { switches: options.switches, ..setup.clone() },

@@ -129,10 +129,10 @@ fn machine(config: &RunConfig) -> Result<Machine> {
         config.train.device != DeviceChoice::Cpu,
         "the run trains on the CPU, which has no plan: it takes what the system gives; set device = \"auto\" in [train]"
     );
-    match Device::cuda_within(config.train.vram_limit_bytes()) {
+    match Device::cuda_within(units::gib(config.train.vram_limit_gib)) {
         Ok(Device::Cuda(gpu)) => Ok(Machine::of(&gpu)),
         Ok(Device::Cpu(_)) => bail!("the CPU was found where a GPU was asked for"),
-        Err(none) => match config.train.vram_limit_bytes() {
+        Err(none) => match units::gib(config.train.vram_limit_gib) {
             Some(vram_bytes) => Ok(Machine::assumed(vram_bytes, true)),
             None => bail!("there is {none}; give the memory of the card to plan for, as --vram-gib 8"),
         },

@@ -9,7 +9,7 @@ use super::cuda::{CounterValues, CudaDevice, EventClock, Graph, PassScope, Recor
 use super::dtype::{DType, Precision};
 use super::memory::{Ledger, MemoryCategory, MemoryReport};
 use super::pool::CpuPool;
-use super::storage::{IndexStorage, Indices, Storage, Tensor, is_pooled};
+use super::storage::{ByteStorage, Bytes, IndexStorage, Indices, Storage, Tensor, is_pooled};
 use crate::base::error::{NoDevice, Result};
 
 /// A device to train on. Cheap to clone: clones share memory accounting and clock.
@@ -378,6 +378,20 @@ impl Device {
                 let bytes = len * size_of::<i32>();
                 let charge = gpu.ledger().charge(category, bytes as u64);
                 Indices::from_parts(IndexStorage::Cuda(gpu.alloc(category, bytes)), len, charge)
+            }
+        }
+    }
+
+    /// Room for `len` bytes; zeros on the CPU, not set on a GPU.
+    pub fn empty_bytes(&self, category: MemoryCategory, len: usize) -> Bytes {
+        match self {
+            Self::Cpu(cpu) => {
+                let charge = cpu.inner.ledger.charge(category, len as u64);
+                Bytes::from_parts(ByteStorage::Host(vec![0; len]), len, charge)
+            }
+            Self::Cuda(gpu) => {
+                let charge = gpu.ledger().charge(category, len as u64);
+                Bytes::from_parts(ByteStorage::Cuda(gpu.alloc(category, len)), len, charge)
             }
         }
     }

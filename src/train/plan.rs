@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use tracing::subscriber::NoSubscriber;
 
 use super::batch::bucket;
-use super::config::{Activations, ActivationsChoice};
+use super::config::{Activations, ActivationsChoice, Dequantized};
 use super::switches::Switches;
 use super::trainer::{Trainer, TrainerSetup, lora_spec};
 use crate::base::error::Result;
@@ -21,7 +21,7 @@ use crate::base::units;
 use crate::data::example::{Example, IGNORE_INDEX};
 use crate::data::pack::PackedBatch;
 use crate::model::config::ModelConfig;
-use crate::model::transformer::Transformer;
+use crate::model::transformer::{Form, Transformer};
 use crate::tensor::cuda::{DeviceFacts, Pool, RecordingFacts};
 use crate::tensor::memory::{MemoryCategory, available_host_bytes};
 use crate::tensor::{Device, Gpu};
@@ -232,7 +232,7 @@ impl Planner {
             Device::recording(RecordingFacts { card: card.clone(), free_bytes: None, host_bytes, vendor_library });
         let Device::Cuda(gpu) = &device else { unreachable!("a recording device is a GPU to whoever uses it") };
         let setup = TrainerSetup { switches, ..self.setup.clone() };
-        let model = Transformer::random(&self.config, &device, lora_spec(&setup.method).as_ref(), 0)?;
+        let model = empty_model(&self.config, &setup, &device)?;
         let mut trainer = Trainer::new(model, setup)?;
         let batch = largest_batch(work)?;
         let batches = vec![batch; work.batches.max(1)];
@@ -264,6 +264,13 @@ impl Planner {
             host_bytes: pinned.max(offload.host_bytes),
         })
     }
+}
+
+/// A model of that shape as `setup` trains it, on a recording device.
+fn empty_model(config: &ModelConfig, setup: &TrainerSetup, device: &Device) -> Result<Transformer> {
+    let lora = lora_spec(&setup.method);
+    let weights = setup.method.weight_format(Dequantized::Scratch);
+    Transformer::random(config, device, Form { lora: lora.as_ref(), weights }, 0)
 }
 
 /// What the driver gives is a multiple of this many bytes.

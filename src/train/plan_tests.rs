@@ -105,12 +105,33 @@ fn what_the_configuration_sets_is_kept_and_what_it_closes_is_said() {
 }
 
 #[test]
-fn a_full_fine_tune_that_does_not_fit_is_told_of_adapters() {
+fn a_method_that_does_not_fit_is_told_of_a_leaner_one() {
     let mut planner = planner(LLAMA_1B, 4096, 12 * GIB);
     planner.setup.method = MethodConfig { kind: MethodKind::Full, ..MethodConfig::default() };
     let plan = planner.plan();
     assert!(!plan.fits());
     assert!(plan.advice.iter().any(|text| text.contains("kind = \"lora\"")), "{:?}", plan.advice);
+    // Adapters on bf16 weights are still too much here.
+    planner.config = ModelConfig::from_hf_json(QWEN3_8B).unwrap();
+    let plan = planner.plan();
+    assert!(plan.advice.iter().any(|text| text.contains("kind = \"qlora\"")), "{:?}", plan.advice);
+}
+
+#[test]
+fn weights_in_four_bits_take_four_bits() {
+    let need = |kind| {
+        let mut planner = planner(QWEN3_8B, 2048, 24 * GIB);
+        planner.setup.method.kind = kind;
+        planner.need(Switches::default()).unwrap()
+    };
+    let weights = |need: &Need| need.parts.iter().find(|part| part.category == MemoryCategory::Weights).unwrap().bytes;
+    let (plain, packed) = (weights(&need(MethodKind::Lora)), weights(&need(MethodKind::Qlora)));
+    let config = ModelConfig::from_hf_json(QWEN3_8B).unwrap();
+    let unquantized = 2 * 2 * config.vocab_size * config.hidden_size;
+    let linear = plain as f64 - unquantized as f64;
+    let share = (packed as f64 - unquantized as f64) / linear;
+    // 4 bits of 16, and scales: 8 bits for each 64 values.
+    assert!((0.25..0.27).contains(&share), "{share}: {packed} of {plain}");
 }
 
 #[test]
@@ -139,7 +160,7 @@ fn a_real_device_with_the_slabs_of_the_plan_asks_for_nothing_else() {
     let device = Device::recording(facts);
     let Device::Cuda(gpu) = &device else { panic!("a GPU") };
     plan.reserve(gpu);
-    let model = Transformer::random(&planner.config, &device, lora_spec(&planner.setup.method).as_ref(), 0).unwrap();
+    let model = empty_model(&planner.config, &planner.setup, &device).unwrap();
     let mut trainer = Trainer::new(model, planner.setup.clone()).unwrap();
     trainer.follow(&plan);
     let never = AtomicBool::new(false);

@@ -13,7 +13,7 @@ use crate::data::loader::{Cursor, Loader};
 use crate::data::pack::PackedBatch;
 use crate::model::config::ModelConfig;
 use crate::model::loading::{Checkpoint, Quantized};
-use crate::model::transformer::Transformer;
+use crate::model::transformer::{Form, Transformer};
 use crate::session::config::RunConfig;
 use crate::session::estimate;
 use crate::session::event::{NoteLevel, RunEvent, RunInfo};
@@ -22,7 +22,7 @@ use crate::session::run_folder;
 use crate::session::training_data::{self, Progress, TrainingData};
 use crate::tensor::device::{Device, Gpu};
 use crate::tensor::dtype::DType;
-use crate::train::config::{DeviceChoice, MethodConfig, MethodKind};
+use crate::train::config::{Dequantized, DeviceChoice, MethodConfig, MethodKind};
 use crate::train::plan::{Machine, MemoryPlan, Planner};
 use crate::train::switches::Switches;
 use crate::train::trainer::{Trainer, TrainerSetup, lora_spec};
@@ -97,7 +97,7 @@ pub(in crate::session) fn load(
     let device = choose_device(config, note)?;
     stages.tell("opening the model", 0, 0);
     let checkpoint = Checkpoint::open(&config.model.path)?;
-    if let Some(quantized) = checkpoint.quantized() {
+    if let Some(quantized) = checkpoint.quantized().filter(|_| config.method.kind != MethodKind::Qlora) {
         note(NoteLevel::Info, held_dequantized(&quantized, &device));
     }
     let builder = training_data::example_builder(config)?;
@@ -115,7 +115,7 @@ pub(in crate::session) fn load(
     let model = Transformer::load_unless_stopped(
         &checkpoint,
         &device,
-        lora_spec(&config.method).as_ref(),
+        Form { lora: lora_spec(&config.method).as_ref(), weights: config.method.weight_format(Dequantized::Scratch) },
         &mut |done, total| stages.tell("loading weights", done, total),
         stop,
     )?;
@@ -197,7 +197,7 @@ fn plan(
 fn choose_device(config: &RunConfig, note: &dyn Fn(NoteLevel, String)) -> Result<Device> {
     let train = &config.train;
     let cpu = || Device::cpu(train.threads, train.precision);
-    let limit = train.vram_limit_bytes();
+    let limit = units::gib(train.vram_limit_gib);
     match train.device {
         DeviceChoice::Cpu => cpu(),
         DeviceChoice::Cuda => Device::cuda_within(limit).map_err(|reason| {
@@ -225,7 +225,7 @@ fn held_dequantized(quantized: &Quantized, device: &Device) -> String {
         DType::Bf16 => "bf16",
     };
     format!(
-        "{} weights are stored in 4 bits (NF4, {}); Tandem does not train in 4 bits yet, so they are held dequantized in {name}: {}",
+        "{} weights are stored in 4 bits (NF4, {}); they are held dequantized in {name}: {}. kind = \"qlora\" in [method] keeps them in 4 bits",
         quantized.num_weights,
         units::bytes(quantized.num_bytes),
         units::bytes(quantized.num_elements * dtype.num_bytes() as u64)
@@ -262,7 +262,12 @@ fn check_fits(data: &TrainingData, checkpoint: &Checkpoint, note: &dyn Fn(NoteLe
 pub(in crate::session) fn describe_method(method: &MethodConfig) -> String {
     match method.kind {
         MethodKind::Full => "full fine-tuning".into(),
-        MethodKind::Lora if method.use_rslora => format!("LoRA r{} (rsLoRA)", method.r),
-        MethodKind::Lora => format!("LoRA r{}", method.r),
+        MethodKind::Lora => describe_adapters("LoRA", method),
+        MethodKind::Qlora => describe_adapters("QLoRA", method),
     }
+}
+
+fn describe_adapters(kind: &str, method: &MethodConfig) -> String {
+    let scale = if method.use_rslora { " (rsLoRA)" } else { "" };
+    format!("{kind} r{}{scale}", method.r)
 }

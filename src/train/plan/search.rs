@@ -174,7 +174,7 @@ impl Planner {
             if let Some(tokens) = self.longest_that_fits(leanest.switches, most) {
                 advice.push(format!("set pack_len = {tokens} in [packing], instead of {}", self.work.tokens));
             }
-            advice.extend(self.other_methods());
+            advice.extend(self.other_method());
             let wanted = needed + needed.div_ceil(MARGIN_PART - 1);
             if wanted > there {
                 advice.push(format!("a card with {} would do", units::bytes(wanted)));
@@ -183,15 +183,20 @@ impl Planner {
         advice
     }
 
-    /// Methods that take less, if they fit.
-    fn other_methods(&self) -> Option<String> {
-        if self.setup.method.kind != MethodKind::Full {
-            return None;
-        }
-        let mut lora = self.clone();
-        lora.setup.method = MethodConfig { kind: MethodKind::Lora, ..MethodConfig::default() };
-        let fits = lora.ways().iter().map(|way| lora.try_way(way, self.work)).find(|tried| tried.against.is_none())?;
-        Some(format!("set kind = \"lora\" in [method]: {} are needed then", vram(&fits)))
+    /// The next method that takes less and fits: adapters, then adapters on weights in 4 bits.
+    fn other_method(&self) -> Option<String> {
+        let leaner: &[(MethodKind, &str)] = match self.setup.method.kind {
+            MethodKind::Full => &[(MethodKind::Lora, "lora"), (MethodKind::Qlora, "qlora")],
+            MethodKind::Lora => &[(MethodKind::Qlora, "qlora")],
+            MethodKind::Qlora => &[],
+        };
+        leaner.iter().find_map(|&(kind, word)| {
+            let mut other = self.clone();
+            other.setup.method = MethodConfig { kind, init_adapter: None, ..self.setup.method.clone() };
+            let tried = other.ways().into_iter().map(|way| other.try_way(&way, self.work));
+            let fits = tried.into_iter().find(|tried| tried.against.is_none())?;
+            Some(format!("set kind = \"{word}\" in [method]: {} are needed then", vram(&fits)))
+        })
     }
 
     /// The greatest number of tokens in a pack, at most `most`, whose steps fit; documents are cut to it.
