@@ -10,13 +10,11 @@ use tandem::base::error::OutOfMemory;
 use tandem::data::example::{Example, IGNORE_INDEX};
 use tandem::data::pack::PackedBatch;
 use tandem::model::config::ModelConfig;
-use tandem::model::transformer::{Form, Transformer};
+use tandem::model::transformer::Transformer;
 use tandem::tensor::cuda::{DeviceFacts, Pool, RecordingFacts};
 use tandem::tensor::{Device, Gpu, MemoryCategory};
 use tandem::train::batch::bucket;
-use tandem::train::config::{
-    Activations, AttentionPath, Dequantized, MethodConfig, MethodKind, OffloadPolicy, OptimizerConfig,
-};
+use tandem::train::config::{Activations, AttentionPath, MethodConfig, MethodKind, OffloadPolicy, OptimizerConfig};
 use tandem::train::switches::Switches;
 use tandem::train::trainer::{Stepped, Trainer, TrainerSetup, lora_spec};
 
@@ -43,9 +41,8 @@ fn pack(lengths: &[usize]) -> PackedBatch {
 fn trainer(device: &Device, config: &str, method: MethodConfig, switches: Switches) -> Trainer {
     let config = ModelConfig::from_hf_json(config).unwrap();
     let lora = lora_spec(&method);
-    let form = Form { lora: lora.as_ref(), weights: method.weight_format(Dequantized::Scratch) };
-    let model = Transformer::random(&config, device, form, 1).unwrap();
     let setup = TrainerSetup { method, optimizer: OptimizerConfig::default(), switches, seed: 1, total_steps: 10 };
+    let model = Transformer::random(&config, device, setup.form(lora.as_ref()), 1).unwrap();
     Trainer::new(model, setup).unwrap()
 }
 

@@ -34,6 +34,29 @@ impl Default for OffloadPolicy {
     }
 }
 
+/// Where something lies that is not worked on all the time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Placement {
+    /// In the device's memory.
+    #[default]
+    Device,
+    /// In the host's memory, page-locked: a GPU reads and writes it over the bus.
+    Host,
+}
+
+/// Where a model and its training put what takes memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct MemoryPolicy {
+    /// The table of token embeddings, where it does not train and is not the head's as well.
+    pub embedding: Placement,
+    /// The optimizer's moments.
+    pub optimizer_state: Placement,
+    /// What weights in 4 bits are multiplied as.
+    pub dequantized: Dequantized,
+}
+
 /// How attention knows which tokens of a pack see each other. Both give the same, up to the order of sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

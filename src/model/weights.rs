@@ -74,8 +74,8 @@ impl Transformer {
         Ok(Some(model))
     }
 
-    /// A model of that shape with random weights: uniform with the standard deviation of GPT-2's start, 0.02; norms 1, biases 0. On a recording
-    /// device no weights are made.
+    /// A model of that shape with random weights: uniform with the standard deviation of GPT-2's start, 0.02; norms 1, biases 0. On a recording device
+    /// no weights are made.
     ///
     /// # Errors
     /// When the device has no room.

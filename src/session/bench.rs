@@ -15,14 +15,14 @@ use crate::base::rng::{Philox, unit_f32};
 use crate::data::example::{Example, IGNORE_INDEX};
 use crate::data::pack::PackedBatch;
 use crate::model::config::ModelConfig;
-use crate::model::transformer::{Form, Transformer};
+use crate::model::transformer::Transformer;
 use crate::ops::matmul;
 use crate::tensor::cuda::Pool;
 use crate::tensor::memory::MemoryReport;
 use crate::tensor::phase::PhaseTime;
 use crate::tensor::{Device, MemoryCategory};
 use crate::train::config::{
-    ActivationsChoice, Dequantized, DeviceChoice, MethodConfig, MethodKind, OptimizerConfig, Precision, ScheduleKind,
+    ActivationsChoice, DeviceChoice, MemoryPolicy, MethodConfig, MethodKind, OptimizerConfig, Precision, ScheduleKind,
 };
 use crate::train::plan::MemoryPlan;
 use crate::train::report::{CacheReport, Choice, CopyReport, StepReport};
@@ -123,6 +123,8 @@ pub struct BenchRow {
     pub peak_bytes: u64,
     /// Memory by category.
     pub memory: MemoryReport,
+    /// What the driver says is in use on the card after the last step, by everybody, its own part included.
+    pub driver_bytes: Option<u64>,
     /// The memory plan beside what was measured, on a GPU.
     pub plan: Option<PlanCheck>,
     /// Kernel launches of the median step, on a GPU.
@@ -193,11 +195,18 @@ pub struct Bench {
     model: Option<Loaded>,
 }
 
+/// What a model was made for: another measurement with the same can use it.
+#[derive(Debug, PartialEq)]
+struct Made {
+    name: String,
+    method: MethodConfig,
+    memory: MemoryPolicy,
+}
+
 /// A trainer on random weights, and the state it began in.
 #[derive(Debug)]
 struct Loaded {
-    name: String,
-    method: MethodConfig,
+    made: Made,
     config: ModelConfig,
     trainer: Trainer,
     start: Snapshot,
@@ -217,23 +226,26 @@ impl Bench {
         let config = model_config(model)?;
         let method = MethodConfig { kind: method, r, ..MethodConfig::default() };
         let optimizer = OptimizerConfig { schedule: ScheduleKind::Constant, ..OptimizerConfig::default() };
-        let setup = TrainerSetup { method: method.clone(), optimizer, switches, seed: 1, total_steps: 1 };
+        let mut setup = TrainerSetup { method, optimizer, switches, seed: 1, total_steps: 1 };
         let plan = match &self.device {
             Device::Cpu(_) => None,
             Device::Cuda(gpu) => Some((bench_plan::plan(options, &config, &setup, gpu), gpu.clone())),
         };
-        let mut loaded = match self.model.take().filter(|loaded| loaded.name == *model && loaded.method == method) {
+        if let Some((plan, _)) = plan.as_ref().filter(|_| options.activations == ActivationsChoice::Auto) {
+            setup.switches = plan.choice().switches;
+        }
+        let made = Made { name: model.clone(), method: setup.method.clone(), memory: setup.switches.memory };
+        let mut loaded = match self.model.take().filter(|loaded| loaded.made == made) {
             Some(loaded) => loaded,
             None => {
                 if let Some((plan, gpu)) = &plan {
                     bench_plan::reserve(gpu, Pool::Lasting, plan);
                 }
-                let lora = lora_spec(&method);
-                let form = Form { lora: lora.as_ref(), weights: method.weight_format(Dequantized::Scratch) };
-                let weights = Transformer::random(&config, &self.device, form, 1)?;
+                let lora = lora_spec(&setup.method);
+                let weights = Transformer::random(&config, &self.device, setup.form(lora.as_ref()), 1)?;
                 let trainer = Trainer::new(weights, setup)?;
                 let start = trainer.snapshot();
-                Loaded { name: model.clone(), method, config, trainer, start, plan: None }
+                Loaded { made, config, trainer, start, plan: None }
             }
         };
         // What other switches have recorded holds memory that is none of this measurement's.
@@ -333,6 +345,10 @@ fn measure(
         not_attributed_ms: median.not_attributed_ms,
         peak_bytes: median.memory.peak_bytes,
         memory: median.memory.clone(),
+        driver_bytes: match &device {
+            Device::Cpu(_) => None,
+            Device::Cuda(gpu) => gpu.driver_used_bytes(),
+        },
         plan: plan
             .and_then(MemoryPlan::need)
             .and_then(|need| bench_plan::check(&device, need, device.memory().peak_bytes)),

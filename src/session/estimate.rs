@@ -90,7 +90,7 @@ fn estimate(
     let Machine { card, vram_bytes, .. } = &planner.machine;
     Ok(Estimate {
         model: name,
-        method: describe_method(&config.method),
+        method: describe_method(&config.method, config.optimizer.bits),
         device: match card.vram_bytes == *vram_bytes {
             true => card.name.clone(),
             false => format!("{}, used up to {}", card.name, units::bytes(*vram_bytes)),
@@ -113,11 +113,12 @@ pub fn planner(config: &RunConfig, model: &ModelConfig, work: Workload, machine:
         setup: TrainerSetup {
             method: config.method.clone(),
             optimizer: config.optimizer.clone(),
-            switches: Switches::of(&config.train, &config.optimizations),
+            switches: Switches::of(&config.train, &config.optimizations, &config.memory),
             seed: config.seed,
             total_steps,
         },
         activations: config.train.activations,
+        memory: config.memory.clone(),
         work,
         machine,
     }
@@ -129,10 +130,10 @@ fn machine(config: &RunConfig) -> Result<Machine> {
         config.train.device != DeviceChoice::Cpu,
         "the run trains on the CPU, which has no plan: it takes what the system gives; set device = \"auto\" in [train]"
     );
-    match Device::cuda_within(units::gib(config.train.vram_limit_gib)) {
+    match Device::cuda_within(config.train.vram_limit_bytes()) {
         Ok(Device::Cuda(gpu)) => Ok(Machine::of(&gpu)),
         Ok(Device::Cpu(_)) => bail!("the CPU was found where a GPU was asked for"),
-        Err(none) => match units::gib(config.train.vram_limit_gib) {
+        Err(none) => match config.train.vram_limit_bytes() {
             Some(vram_bytes) => Ok(Machine::assumed(vram_bytes, true)),
             None => bail!("there is {none}; give the memory of the card to plan for, as --vram-gib 8"),
         },

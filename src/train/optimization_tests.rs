@@ -11,7 +11,9 @@ use crate::model::testing::{VOCAB, tiny};
 use crate::ops::testing::{Values, cpu};
 use crate::tensor::offload::Faults;
 use crate::tensor::{Device, MemoryCategory};
-use crate::train::config::{AttentionPath, OffloadPolicy, OptimizationsConfig, TrainConfig};
+use crate::train::config::{
+    AttentionPath, MemoryConfig, MemoryPolicy, OffloadPolicy, OptimizationsConfig, TrainConfig,
+};
 use crate::train::report::Optimization;
 
 static NEVER: AtomicBool = AtomicBool::new(false);
@@ -69,6 +71,7 @@ fn no_switch_changes_a_bit_of_twenty_steps() {
                 metadata: MetadataPolicy { metadata, capacity: 0 },
                 offload: offload(buffers),
                 cuda_graphs: true,
+                memory: MemoryPolicy::default(),
             };
             let run = |switches| bits(&steps(&mut trainer(&cpu(2), method, switches), 20));
             let reference = run(of(Activations::Keep, 0, Metadata::Cached));
@@ -295,12 +298,12 @@ fn the_choice_of_what_blocks_keep_follows_the_memory_and_says_why() {
 fn a_configuration_sets_the_switches() {
     let train = TrainConfig { activations: ActivationsChoice::Offload, cuda_graphs: false, ..TrainConfig::default() };
     let mut optimizations = OptimizationsConfig::default();
-    assert_eq!(Switches::of(&TrainConfig::default(), &optimizations), Switches::default());
+    assert_eq!(Switches::of(&TrainConfig::default(), &optimizations, &MemoryConfig::default()), Switches::default());
     optimizations.offload_headroom_mib = 3;
     optimizations.offload_pinned_gib = 0.5;
     optimizations.metadata_cache = crate::train::config::Switch::Off;
     optimizations.metadata_entries = 1;
-    let switches = Switches::of(&train, &optimizations);
+    let switches = Switches::of(&train, &optimizations, &MemoryConfig::default());
     assert_eq!((switches.activations, switches.cuda_graphs), (Activations::Offload, false));
     assert_eq!(switches.metadata, MetadataPolicy { metadata: Metadata::Published, capacity: 1 });
     assert_eq!((switches.offload.headroom_bytes, switches.offload.pinned_bytes), (3 << 20, Some(1 << 29)));

@@ -5,6 +5,7 @@
 //! driver's context has.
 
 mod search;
+mod ways;
 
 use std::sync::atomic::AtomicBool;
 
@@ -13,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use tracing::subscriber::NoSubscriber;
 
 use super::batch::bucket;
-use super::config::{Activations, ActivationsChoice, Dequantized};
+use super::config::{Activations, ActivationsChoice, MemoryConfig};
 use super::switches::Switches;
 use super::trainer::{Trainer, TrainerSetup, lora_spec};
 use crate::base::error::Result;
@@ -21,7 +22,7 @@ use crate::base::units;
 use crate::data::example::{Example, IGNORE_INDEX};
 use crate::data::pack::PackedBatch;
 use crate::model::config::ModelConfig;
-use crate::model::transformer::{Form, Transformer};
+use crate::model::transformer::Transformer;
 use crate::tensor::cuda::{DeviceFacts, Pool, RecordingFacts};
 use crate::tensor::memory::{MemoryCategory, available_host_bytes};
 use crate::tensor::{Device, Gpu};
@@ -201,10 +202,12 @@ impl MemoryPlan {
 pub struct Planner {
     /// The model.
     pub config: ModelConfig,
-    /// How it is trained. What blocks keep is chosen where `activations` is left to Tandem, and so is the number of buffers.
+    /// How it is trained. What of `switches` is left to Tandem (`activations`, `memory`, a number of buffers of 0) is chosen.
     pub setup: TrainerSetup,
     /// What blocks shall keep.
     pub activations: ActivationsChoice,
+    /// Where things shall lie.
+    pub memory: MemoryConfig,
     /// The largest step.
     pub work: Workload,
     /// Where.
@@ -232,7 +235,8 @@ impl Planner {
             Device::recording(RecordingFacts { card: card.clone(), free_bytes: None, host_bytes, vendor_library });
         let Device::Cuda(gpu) = &device else { unreachable!("a recording device is a GPU to whoever uses it") };
         let setup = TrainerSetup { switches, ..self.setup.clone() };
-        let model = empty_model(&self.config, &setup, &device)?;
+        let lora = lora_spec(&setup.method);
+        let model = Transformer::random(&self.config, &device, setup.form(lora.as_ref()), 0)?;
         let mut trainer = Trainer::new(model, setup)?;
         let batch = largest_batch(work)?;
         let batches = vec![batch; work.batches.max(1)];
@@ -264,13 +268,6 @@ impl Planner {
             host_bytes: pinned.max(offload.host_bytes),
         })
     }
-}
-
-/// A model of that shape as `setup` trains it, on a recording device.
-fn empty_model(config: &ModelConfig, setup: &TrainerSetup, device: &Device) -> Result<Transformer> {
-    let lora = lora_spec(&setup.method);
-    let weights = setup.method.weight_format(Dequantized::Scratch);
-    Transformer::random(config, device, Form { lora: lora.as_ref(), weights }, 0)
 }
 
 /// What the driver gives is a multiple of this many bytes.

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::tensor::cuda::PinnedBytes;
-use crate::train::config::{MethodConfig, MethodKind, OptimizerConfig};
+use crate::train::config::{Dequantized, DequantizedChoice, MethodConfig, MethodKind, OptimizerConfig};
 
 const LLAMA_1B: &str = include_str!("../../assets/models/llama-3.2-1b.json");
 const QWEN3_8B: &str = include_str!("../../assets/models/qwen3-8b.json");
@@ -21,6 +21,7 @@ fn planner(config: &str, tokens: usize, vram_bytes: u64) -> Planner {
         config: ModelConfig::from_hf_json(config).unwrap(),
         setup,
         activations: ActivationsChoice::Auto,
+        memory: MemoryConfig::default(),
         work: Workload { tokens, longest: tokens, batches: 1 },
         machine: Machine { host_bytes: Some(64 * GIB), ..Machine::assumed(vram_bytes, true) },
     }
@@ -36,7 +37,7 @@ fn the_first_way_that_fits_is_chosen_and_the_ways_get_leaner() {
     let needs: Vec<u64> = {
         let plan = planner(LLAMA_1B, 8192, 1000 * GIB).plan();
         assert_eq!((plan.chosen, kept(&plan).0), (0, Activations::Keep), "with room for all nothing is computed again");
-        assert!(plan.why.contains("are needed") && plan.advice.is_empty(), "{}", plan.why);
+        assert!(plan.why.contains("this takes") && plan.advice.is_empty(), "{}", plan.why);
         plan.tried.iter().map(|tried| tried.need.as_ref().unwrap().vram_bytes()).collect()
     };
     assert!(needs.is_sorted_by(|a, b| a > b), "{needs:?}");
@@ -118,6 +119,36 @@ fn a_method_that_does_not_fit_is_told_of_a_leaner_one() {
 }
 
 #[test]
+fn weights_stay_dequantized_where_that_fits_before_blocks_keep_less() {
+    let mut planner = planner(LLAMA_1B, 4096, 1000 * GIB);
+    planner.setup.method.kind = MethodKind::Qlora;
+    let plan = planner.plan();
+    let ways: Vec<(Activations, Dequantized)> =
+        plan.tried.iter().map(|tried| (tried.switches.activations, tried.switches.memory.dequantized)).collect();
+    assert_eq!(
+        ways[..3],
+        [
+            (Activations::Keep, Dequantized::Resident),
+            (Activations::Keep, Dequantized::Scratch),
+            (Activations::Recompute, Dequantized::Resident),
+        ]
+    );
+    let need = |number: usize| plan.tried[number].need.as_ref().unwrap().vram_bytes();
+    assert!(need(0) > need(1) + GIB, "{} and {}", need(0), need(1));
+    planner.machine.vram_bytes = need(0) - GIB / 2;
+    let scratch = planner.plan();
+    assert_eq!(scratch.chosen, 1);
+    assert!(scratch.why.contains("faster ways of keeping everything would take"), "{}", scratch.why);
+    assert!(scratch.choice().setting.contains("dequantized = \"scratch\""), "{}", scratch.choice().setting);
+    // What the configuration says is not changed, and it means nothing without weights in 4 bits.
+    planner.memory.dequantized = DequantizedChoice::Scratch;
+    assert!(planner.plan().tried.iter().all(|tried| tried.switches.memory.dequantized == Dequantized::Scratch));
+    planner.memory.dequantized = DequantizedChoice::Auto;
+    planner.setup.method.kind = MethodKind::Lora;
+    assert_eq!(planner.plan().tried.len(), 4);
+}
+
+#[test]
 fn weights_in_four_bits_take_four_bits() {
     let need = |kind| {
         let mut planner = planner(QWEN3_8B, 2048, 24 * GIB);
@@ -160,7 +191,8 @@ fn a_real_device_with_the_slabs_of_the_plan_asks_for_nothing_else() {
     let device = Device::recording(facts);
     let Device::Cuda(gpu) = &device else { panic!("a GPU") };
     plan.reserve(gpu);
-    let model = empty_model(&planner.config, &planner.setup, &device).unwrap();
+    let (setup, lora) = (&planner.setup, lora_spec(&planner.setup.method));
+    let model = Transformer::random(&planner.config, &device, setup.form(lora.as_ref()), 0).unwrap();
     let mut trainer = Trainer::new(model, planner.setup.clone()).unwrap();
     trainer.follow(&plan);
     let never = AtomicBool::new(false);

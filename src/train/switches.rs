@@ -3,7 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::config::{
-    Activations, AttentionPath, Metadata, MetadataPolicy, OffloadPolicy, OptimizationsConfig, TrainConfig,
+    Activations, AttentionPath, MemoryConfig, MemoryPolicy, Metadata, MetadataPolicy, OffloadPolicy,
+    OptimizationsConfig, TrainConfig,
 };
 use super::report::{Choice, Optimization};
 use crate::base::units;
@@ -24,23 +25,27 @@ pub struct Switches {
     pub offload: OffloadPolicy,
     /// Whether passes are recorded as CUDA graphs, on a GPU.
     pub cuda_graphs: bool,
+    /// What lies where. In files it has a name of its own beside reports of memory.
+    #[serde(default, rename = "memory_policy")]
+    pub memory: MemoryPolicy,
 }
 
 impl Default for Switches {
     fn default() -> Self {
-        Self::of(&TrainConfig::default(), &OptimizationsConfig::default())
+        Self::of(&TrainConfig::default(), &OptimizationsConfig::default(), &MemoryConfig::default())
     }
 }
 
 impl Switches {
     /// As a configuration sets them; what it leaves to Tandem in `activations` is `recompute` until it is chosen for a model and its batches.
-    pub fn of(train: &TrainConfig, optimizations: &OptimizationsConfig) -> Self {
+    pub fn of(train: &TrainConfig, optimizations: &OptimizationsConfig, memory: &MemoryConfig) -> Self {
         Self {
             activations: train.activations.fixed().unwrap_or_default(),
             attention: train.attention,
             metadata: optimizations.metadata(),
             offload: optimizations.offload(),
             cuda_graphs: train.cuda_graphs,
+            memory: memory.policy(),
         }
     }
 }

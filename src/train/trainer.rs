@@ -9,7 +9,9 @@ use std::time::Instant;
 use anyhow::{Context as _, ensure};
 
 use super::batch::{bucket_on, upload};
-use super::config::{Activations, ActivationsChoice, Metadata, MethodConfig, MethodKind, OptimizerConfig};
+use super::config::{
+    Activations, ActivationsChoice, MemoryConfig, Metadata, MethodConfig, MethodKind, OptimizerConfig,
+};
 use super::optimizer::{BadGradient, Optimizer};
 use super::plan::{Machine, MemoryPlan, Planner, Workload};
 use super::report::{CacheReport, Choice, CopyReport, EvalReport, StepReport};
@@ -25,7 +27,7 @@ use crate::model::lora::LoraSpec;
 use crate::model::metadata::{CacheCounts, CacheEntry};
 use crate::model::offload::OffloadState;
 use crate::model::recording::Recordings;
-use crate::model::transformer::{PassOptions, Transformer};
+use crate::model::transformer::{Form, PassOptions, Transformer};
 use crate::ops::cross_entropy::LossSum;
 use crate::ops::norm::{ClipValues, first_non_finite};
 use crate::tensor::Device;
@@ -48,6 +50,13 @@ pub struct TrainerSetup {
     pub seed: u64,
     /// Optimizer steps of the run, for the schedule.
     pub total_steps: u64,
+}
+
+impl TrainerSetup {
+    /// The form in which a model must be made to be trained so, with room for the adapters `lora` of its method.
+    pub fn form<'a>(&self, lora: Option<&'a LoraSpec>) -> Form<'a> {
+        Form { lora, weights: self.method.weight_format(self.switches.memory.dequantized) }
+    }
 }
 
 /// The adapters that a method asks for, if any: what a model should have room for when it is loaded to be trained by it.
@@ -133,7 +142,7 @@ impl Trainer {
             Some(spec) => model.add_lora(&spec, setup.seed).context("[method] does not fit this model")?,
         }
         let grads = Grads::new(model.params());
-        let optimizer = Optimizer::new(&model);
+        let optimizer = Optimizer::new(&model, setup.optimizer.bits);
         let reports_late = matches!(model.device(), Device::Cuda(_));
         let recordings = Recordings::new(setup.switches.cuda_graphs);
         let mut trainer = Self {
@@ -203,6 +212,8 @@ impl Trainer {
                     config: self.model.config().clone(),
                     setup: self.setup.clone(),
                     activations: asked,
+                    // The model has its form.
+                    memory: MemoryConfig::fixed(self.setup.switches.memory),
                     work: Workload { tokens, longest: tokens, batches: 1 },
                     machine: Machine::of(gpu),
                 };

@@ -12,7 +12,7 @@ use tandem::model::policy::Metadata;
 use tandem::model::transformer::{Form, Transformer};
 use tandem::tensor::offload::{Carrier, Faults};
 use tandem::tensor::{Device, MemoryCategory, Tensor};
-use tandem::train::config::{Activations, AttentionPath, MethodConfig, OffloadPolicy, OptimizerConfig};
+use tandem::train::config::{Activations, AttentionPath, MemoryPolicy, MethodConfig, OffloadPolicy, OptimizerConfig};
 use tandem::train::report::{Optimization, StepReport};
 use tandem::train::switches::Switches;
 use tandem::train::trainer::{Trainer, TrainerSetup, lora_spec};
@@ -75,6 +75,7 @@ fn no_switch_changes_a_bit_of_twenty_steps() {
                             metadata: MetadataPolicy { metadata, capacity: 0 },
                             offload: offload(buffers),
                             cuda_graphs,
+                            memory: MemoryPolicy::default(),
                         };
                         let (trainer, reports) = run(&family, &device, switches, Faults::default(), 20);
                         let got = bits(&reports);

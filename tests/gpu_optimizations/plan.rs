@@ -1,10 +1,10 @@
 //! The memory plan against a real device.
 
 use tandem::model::config::ModelConfig;
-use tandem::model::transformer::{Form, Transformer};
+use tandem::model::transformer::Transformer;
 use tandem::tensor::Device;
 use tandem::tensor::cuda::Pool;
-use tandem::train::config::{ActivationsChoice, Dequantized, MethodConfig, MethodKind, OptimizerConfig};
+use tandem::train::config::{ActivationsChoice, MemoryConfig, MethodConfig, MethodKind, OptimizerConfig};
 use tandem::train::plan::{Machine, Planner, Workload, largest_batch};
 use tandem::train::switches::Switches;
 use tandem::train::trainer::{Trainer, TrainerSetup, lora_spec};
@@ -39,15 +39,15 @@ fn a_run_takes_what_its_plan_says_to_the_byte_and_asks_for_two_slabs() {
         };
         let work = Workload { tokens, longest: tokens / 2, batches: 2 };
         let machine = Machine::of(gpu);
-        let planner = Planner { config, setup, activations, work, machine };
+        let planner = Planner { config, setup, activations, memory: MemoryConfig::default(), work, machine };
         let plan = planner.plan();
         assert!(plan.fits(), "{}", plan.why);
         plan.reserve(gpu);
         let need = plan.need().unwrap();
         let lora = lora_spec(&planner.setup.method);
-        let form = Form { lora: lora.as_ref(), weights: planner.setup.method.weight_format(Dequantized::Scratch) };
-        let model = Transformer::random(&planner.config, &device, form, 1).unwrap();
-        let mut trainer = Trainer::new(model, planner.setup.clone()).unwrap();
+        let setup = TrainerSetup { switches: plan.choice().switches, ..planner.setup.clone() };
+        let model = Transformer::random(&planner.config, &device, setup.form(lora.as_ref()), 1).unwrap();
+        let mut trainer = Trainer::new(model, setup).unwrap();
         trainer.follow(&plan);
         let batch = largest_batch(work).unwrap();
         assert!(trainer.rehearse(&batch, &NEVER).unwrap());

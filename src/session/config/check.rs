@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use super::{FIELDS, RunConfig, fields};
 use crate::data::options::LayoutChoice;
 use crate::formats::peft::PROJECTIONS;
-use crate::train::config::MethodKind;
+use crate::train::config::{MethodKind, PlacementChoice};
 
 /// Where a field's value came from.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -118,6 +118,7 @@ pub(super) fn problems(config: &RunConfig) -> Vec<ConfigError> {
     method(config, &mut check);
     optimizer(config, &mut check);
     train(config, &mut check);
+    memory(config, &mut check);
     check.0
 }
 
@@ -198,6 +199,13 @@ fn optimizer(config: &RunConfig, check: &mut Checker) {
     check.value("optimizer.eps", o.eps, o.eps.is_finite() && o.eps > 0.0, "it must be above 0; 1e-8 is usual");
     let decay_ok = o.weight_decay.is_finite() && o.weight_decay >= 0.0;
     check.value("optimizer.weight_decay", o.weight_decay, decay_ok, "it must be 0 or more");
+    let bits_ok = matches!(o.bits, 8 | 32);
+    check.value(
+        "optimizer.bits",
+        o.bits,
+        bits_ok,
+        "it must be 32 or 8; 8 takes a quarter of the memory for nearly the same steps",
+    );
     let norm_ok = o.max_grad_norm.is_finite() && o.max_grad_norm >= 0.0;
     check.value("optimizer.max_grad_norm", o.max_grad_norm, norm_ok, "it must be 0 (no clipping) or more; 1 is usual");
     let max_steps = config.train.max_steps;
@@ -233,6 +241,15 @@ fn train(config: &RunConfig, check: &mut Checker) {
     let pinned = o.offload_pinned_gib;
     let remedy = "it must be above 0, or 0 (half of what is available)";
     check.value("optimizations.offload_pinned_gib", pinned, pinned.is_finite() && pinned >= 0.0, remedy);
+}
+
+fn memory(config: &RunConfig, check: &mut Checker) {
+    let places =
+        [("memory.embedding", config.memory.embedding), ("memory.optimizer_state", config.memory.optimizer_state)];
+    for (field, place) in places {
+        let remedy = "it must be \"auto\" or \"device\": host memory is not built yet";
+        check.value(field, "\"host\"", place != PlacementChoice::Host, remedy);
+    }
 }
 
 #[cfg(test)]
@@ -277,6 +294,7 @@ mod tests {
             ("optimizer.beta2", |c| c.optimizer.beta2 = -0.1),
             ("optimizer.eps", |c| c.optimizer.eps = 0.0),
             ("optimizer.weight_decay", |c| c.optimizer.weight_decay = -1.0),
+            ("optimizer.bits", |c| c.optimizer.bits = 16),
             ("optimizer.max_grad_norm", |c| c.optimizer.max_grad_norm = f64::NAN),
             ("optimizer.warmup_steps", |c| {
                 c.train.max_steps = 5;
@@ -289,6 +307,8 @@ mod tests {
             ("optimizations.offload_buffers", |c| c.optimizations.offload_buffers = 3),
             ("optimizations.offload_headroom_mib", |c| c.optimizations.offload_headroom_mib = 1 << 40),
             ("optimizations.offload_pinned_gib", |c| c.optimizations.offload_pinned_gib = f64::NAN),
+            ("memory.embedding", |c| c.memory.embedding = PlacementChoice::Host),
+            ("memory.optimizer_state", |c| c.memory.optimizer_state = PlacementChoice::Host),
         ];
         for (field, change) in changes {
             let mut config = valid();
