@@ -13,7 +13,8 @@ use tandem::session::bench_ops;
 use tandem::session::compare::{CompareEvent, CompareOptions, CompareReport, Variation};
 use tandem::session::trace::{Trace, TraceSteps};
 use tandem::session::{
-    Activations, AttentionPath, CacheCounts, DeviceChoice, Metadata, MetadataPolicy, OffloadPolicy, Precision, Switches,
+    Activations, AttentionPath, CacheCounts, DeviceChoice, Metadata, MetadataPolicy, MethodKind, OffloadPolicy,
+    Precision, Switches,
 };
 use tandem::tensor::Device;
 
@@ -60,6 +61,15 @@ pub struct BenchArgs {
     /// Rank of the adapters.
     #[arg(long, default_value_t = 16)]
     r: usize,
+    /// What trains: lora, or qlora (adapters on weights in NF4).
+    #[arg(long, value_delimiter = ',', default_value = "lora", value_parser = method)]
+    method: Vec<MethodKind>,
+    /// Every pack is one document, instead of documents of about 512 tokens.
+    #[arg(long)]
+    one_document: bool,
+    /// GiB of the GPU's memory to use at most, the driver's own part included; 0: all that is free.
+    #[arg(long, value_name = "GIB", default_value_t = 0.0)]
+    vram_gib: f64,
     /// Where to run: auto, cpu, cuda.
     #[arg(long, default_value = "auto", value_parser = device)]
     device: DeviceChoice,
@@ -92,6 +102,14 @@ fn activations(text: &str) -> std::result::Result<Activations, String> {
         "keep" => Ok(Activations::Keep),
         "offload" => Ok(Activations::Offload),
         other => Err(format!("`{other}` is none of recompute, keep, offload")),
+    }
+}
+
+fn method(text: &str) -> std::result::Result<MethodKind, String> {
+    match text {
+        "lora" => Ok(MethodKind::Lora),
+        "qlora" => Ok(MethodKind::Qlora),
+        other => Err(format!("`{other}` is neither lora nor qlora")),
     }
 }
 
@@ -134,16 +152,20 @@ impl BenchArgs {
     fn options(&self) -> Vec<BenchOptions> {
         let mut all = Vec::new();
         for model in &self.model {
-            for &pack in &self.pack {
-                all.extend(self.switches().into_iter().map(|switches| BenchOptions {
-                    model: model.clone(),
-                    tokens: self.tokens,
-                    pack,
-                    warmup: self.warmup,
-                    steps: self.steps,
-                    switches,
-                    r: self.r,
-                }));
+            for &method in &self.method {
+                for &pack in &self.pack {
+                    all.extend(self.switches().into_iter().map(|switches| BenchOptions {
+                        model: model.clone(),
+                        tokens: self.tokens,
+                        pack,
+                        warmup: self.warmup,
+                        steps: self.steps,
+                        switches,
+                        r: self.r,
+                        method,
+                        one_document: self.one_document,
+                    }));
+                }
             }
         }
         all
@@ -179,7 +201,7 @@ pub fn run(args: &BenchArgs) -> Result<()> {
     for path in [&args.html, &args.trace].into_iter().flatten() {
         compare::check_folder(path)?;
     }
-    let device = bench::device(args.device, Precision::F32)?;
+    let device = bench::device(args.device, Precision::F32, units::gib(args.vram_gib))?;
     if args.ops {
         return print_ops(&mut io::stdout().lock(), &device, args.json);
     }
@@ -269,8 +291,8 @@ fn print_row(out: &mut impl io::Write, row: &BenchRow) -> io::Result<()> {
     let Switches { activations, attention, metadata, .. } = row.switches;
     writeln!(
         out,
-        "{} · pack {pack} · {activations:?} · {attention:?} · metadata {:?}{graphs} · {}",
-        row.model, metadata.metadata, row.device
+        "{} · {:?} · pack {pack} · {activations:?} · {attention:?} · metadata {:?}{graphs} · {}",
+        row.model, row.method, metadata.metadata, row.device
     )?;
     if let Some(why) = &row.unrecorded {
         writeln!(out, "  CUDA graphs are not used: {why}")?;
@@ -286,6 +308,9 @@ fn print_row(out: &mut impl io::Write, row: &BenchRow) -> io::Result<()> {
         row.matmul_tflops,
         row.loss
     )?;
+    if let Some(driver_bytes) = row.driver_bytes {
+        writeln!(out, "  {} in use on the card, the driver's own part included", units::bytes(driver_bytes))?;
+    }
     if let (Some(launches), Some(syncs), Some(allocations)) = (row.launches, row.host_syncs, row.allocations) {
         writeln!(out, "  a step: {launches} launches, {syncs} host syncs, {allocations} allocations")?;
     }

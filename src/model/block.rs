@@ -3,6 +3,7 @@
 use std::cell::OnceCell;
 
 use crate::layers::attention::{Attention, AttentionSaved, Sequences};
+use crate::layers::matrix::Hold;
 use crate::layers::mlp::{Mlp, MlpSaved, Output};
 use crate::layers::norm::RmsNorm;
 use crate::layers::parameter::Grads;
@@ -96,6 +97,12 @@ impl Block {
         let output = out.map_or(Output::Skip, |y| Output::Write { residual: &middle, y });
         let mlp = self.mlp.forward(ctx, &mut mlp_in.h, output, keep);
         BlockSaved { attn, middle, mlp, inputs: attn_in.map(|attn_in| (attn_in, mlp_in)) }
+    }
+
+    /// Keeps the matrices that both [`Self::recompute`] and [`Self::backward`] read while the holds live, where they are made of weights in 4 bits.
+    pub fn hold<'a>(&self, ctx: &Context<'a>) -> [Hold<'a>; 3] {
+        let (attention, mlp) = (&self.self_attn, &self.mlp);
+        [&attention.qkv_proj, &attention.o_proj, &mlp.gate_up_proj].map(|projection| projection.hold(ctx))
     }
 
     /// Columns that the gradient of the residual stream needs: those of the hidden size, and room for adapters of what reads it.

@@ -73,7 +73,7 @@ impl Transformer {
                 let columns = adapter_columns(device, spec.r);
                 let (matrix, inner, outer) = (projection.matrix, projection.in_features, projection.out_features);
                 projection.adapter_columns = count * columns;
-                params.grow_matrix(matrix, outer + count * columns, device.stride(inner + count * columns));
+                params.make_room(matrix, outer, inner, count * columns);
                 let mut first = 0;
                 for (module, linear) in modules.iter().zip(&mut projection.linears).filter(|(module, _)| wanted(module))
                 {

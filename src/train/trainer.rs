@@ -51,7 +51,7 @@ pub struct TrainerSetup {
 pub fn lora_spec(method: &MethodConfig) -> Option<LoraSpec> {
     match method.kind {
         MethodKind::Full => None,
-        MethodKind::Lora => Some(LoraSpec {
+        MethodKind::Lora | MethodKind::Qlora => Some(LoraSpec {
             r: method.r,
             scale: LoraSpec::scale(method.r, method.lora_alpha, method.use_rslora),
             dropout: method.lora_dropout,
@@ -125,7 +125,7 @@ impl Trainer {
     /// When the method does not fit the model.
     pub fn new(mut model: Transformer, setup: TrainerSetup) -> Result<Self> {
         match lora_spec(&setup.method) {
-            None => model.train_everything(),
+            None => model.train_everything().context("[method] does not fit this model")?,
             Some(spec) => model.add_lora(&spec, setup.seed).context("[method] does not fit this model")?,
         }
         let grads = Grads::new(model.params());

@@ -12,7 +12,7 @@ use crate::base::units;
 use crate::data::loader::{Cursor, Loader};
 use crate::data::pack::PackedBatch;
 use crate::model::loading::{Checkpoint, Quantized};
-use crate::model::transformer::Transformer;
+use crate::model::transformer::{Form, Transformer};
 use crate::session::config::RunConfig;
 use crate::session::event::{NoteLevel, RunEvent, RunInfo};
 use crate::session::handle::RunContext;
@@ -20,7 +20,7 @@ use crate::session::run_folder;
 use crate::session::training_data::{self, Progress, TrainingData};
 use crate::tensor::device::Device;
 use crate::tensor::dtype::DType;
-use crate::train::config::{DeviceChoice, MethodConfig, MethodKind};
+use crate::train::config::{Dequantized, DeviceChoice, MethodConfig, MethodKind};
 use crate::train::switches::Switches;
 use crate::train::trainer::{Trainer, TrainerSetup, lora_spec};
 
@@ -85,7 +85,7 @@ pub(in crate::session) fn load(
     let device = choose_device(config, note)?;
     stages.tell("opening the model", 0, 0);
     let checkpoint = Checkpoint::open(&config.model.path)?;
-    if let Some(quantized) = checkpoint.quantized() {
+    if let Some(quantized) = checkpoint.quantized().filter(|_| config.method.kind != MethodKind::Qlora) {
         note(NoteLevel::Info, held_dequantized(&quantized, &device));
     }
     let builder = training_data::example_builder(config)?;
@@ -99,7 +99,7 @@ pub(in crate::session) fn load(
     let model = Transformer::load_unless_stopped(
         &checkpoint,
         &device,
-        lora_spec(&config.method).as_ref(),
+        Form { lora: lora_spec(&config.method).as_ref(), weights: config.method.weight_format(Dequantized::Scratch) },
         &mut |done, total| stages.tell("loading weights", done, total),
         stop,
     )?;
@@ -153,7 +153,7 @@ pub(super) fn prepare(context: &RunContext) -> Result<Option<Prepared>> {
 fn choose_device(config: &RunConfig, note: &dyn Fn(NoteLevel, String)) -> Result<Device> {
     let train = &config.train;
     let cpu = || Device::cpu(train.threads, train.precision);
-    let limit = (train.vram_limit_gib > 0.0).then_some((train.vram_limit_gib * f64::from(1 << 30)) as u64);
+    let limit = units::gib(train.vram_limit_gib);
     match train.device {
         DeviceChoice::Cpu => cpu(),
         DeviceChoice::Cuda => Device::cuda_within(limit).map_err(|reason| {
@@ -181,7 +181,7 @@ fn held_dequantized(quantized: &Quantized, device: &Device) -> String {
         DType::Bf16 => "bf16",
     };
     format!(
-        "{} weights are stored in 4 bits (NF4, {}); Tandem does not train in 4 bits yet, so they are held dequantized in {name}: {}",
+        "{} weights are stored in 4 bits (NF4, {}); they are held dequantized in {name}: {}. kind = \"qlora\" in [method] keeps them in 4 bits",
         quantized.num_weights,
         units::bytes(quantized.num_bytes),
         units::bytes(quantized.num_elements * dtype.num_bytes() as u64)
@@ -218,8 +218,13 @@ fn check_fits(data: &TrainingData, checkpoint: &Checkpoint, note: &dyn Fn(NoteLe
 fn describe_method(method: &MethodConfig, optimizer_bits: u32) -> String {
     let of = match method.kind {
         MethodKind::Full => "full fine-tuning".into(),
-        MethodKind::Lora if method.use_rslora => format!("LoRA r{} (rsLoRA)", method.r),
-        MethodKind::Lora => format!("LoRA r{}", method.r),
+        MethodKind::Lora => describe_adapters("LoRA", method),
+        MethodKind::Qlora => describe_adapters("QLoRA", method),
     };
     if optimizer_bits == 8 { format!("{of}, 8-bit AdamW") } else { of }
+}
+
+fn describe_adapters(kind: &str, method: &MethodConfig) -> String {
+    let scale = if method.use_rslora { " (rsLoRA)" } else { "" };
+    format!("{kind} r{}{scale}", method.r)
 }
