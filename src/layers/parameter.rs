@@ -115,9 +115,15 @@ impl Params {
 
     /// Adds an adapter matrix: an f32 tensor that trains, with `part` as the copy that products read. With `stacked` its gradient lies in the
     /// gradients of the matrix ([`Grads::stacked_mut`]) from that row on.
-    pub fn push_adapter(&mut self, name: &str, part: Part, values: Vec<f32>, stacked: Option<usize>) -> ParamId {
+    pub fn push_adapter(
+        &mut self,
+        name: &str,
+        part: Part,
+        values: impl FnOnce() -> Vec<f32>,
+        stacked: Option<usize>,
+    ) -> ParamId {
         let shape = [part.rows, part.cols];
-        let value = self.device.tensor_f32(MemoryCategory::Adapters, &shape, values.clone());
+        let value = self.device.empty_f32(MemoryCategory::Adapters, &shape);
         let adapter = Parameter::new(name, &shape, MemoryCategory::Adapters, Place::Own(value));
         let working = Some(Place::Part(part));
         let id = self.push_parameter(Parameter { trainable: true, working, stacked, ..adapter });
@@ -125,7 +131,9 @@ impl Params {
             let (rows, cols) = &mut self.matrices[part.matrix.0].stacked;
             (*rows, *cols) = ((*rows).max(first + part.rows), part.cols);
         }
-        self.set(id, &values);
+        if self.device.keeps_values() {
+            self.set(id, &values());
+        }
         id
     }
 
@@ -174,9 +182,12 @@ impl Params {
         }
         let is_part = matches!(self.list[id.0].value, Place::Part(_));
         if is_part || self.device.precision() == Precision::Bf16 {
-            let values = self.to_vec(id);
+            let values = self.device.keeps_values().then(|| self.to_vec(id));
             let parameter = &mut self.list[id.0];
-            let master = self.device.tensor_f32(MemoryCategory::Optimizer, &parameter.shape, values);
+            let mut master = self.device.empty_f32(MemoryCategory::Optimizer, &parameter.shape);
+            if let Some(values) = values {
+                master.set(&values);
+            }
             parameter.working = Some(std::mem::replace(&mut parameter.value, Place::Own(master)));
         }
         self.list[id.0].trainable = true;
@@ -390,7 +401,7 @@ mod tests {
         params.set(weight, &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
         params.make_room(matrix, 2, 3, 1);
         let part = Part { matrix, row: 2, col: 0, rows: 1, cols: 3 };
-        let a = params.push_adapter("lora_A", part, vec![7.0, 8.0, 9.0], Some(0));
+        let a = params.push_adapter("lora_A", part, || vec![7.0, 8.0, 9.0], Some(0));
         assert_eq!(params.matrix(matrix).view().f32s(), [1.0, 2.0, 3.0, 0.0, 4.0, 5.0, 6.0, 0.0, 7.0, 8.0, 9.0, 0.0]);
         assert_eq!(params.to_vec(weight), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
         params.train(weight);

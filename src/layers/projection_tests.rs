@@ -30,9 +30,9 @@ fn layer(device: &Device, dropout: f32, columns: usize) -> (Params, Projection) 
         params.train(weight);
         params.train(bias);
         let a = Part { matrix, row: N + i * columns, col: 0, rows: R, cols: IN };
-        let a = params.push_adapter("lora_A", a, values.vec(R * IN), Some(i * columns));
+        let a = params.push_adapter("lora_A", a, || values.vec(R * IN), Some(i * columns));
         let b = Part { matrix, row: first, col: IN + i * columns, rows: out_features, cols: R };
-        let b = params.push_adapter("lora_B", b, values.vec(out_features * R), None);
+        let b = params.push_adapter("lora_B", b, || values.vec(out_features * R), None);
         let lora = Lora { a, b, r: R, first: i * columns, scale: 1.5, dropout, index: 9 + i as u32 };
         let linear = Linear { weight, bias: Some(bias), lora: Some(lora), first, out_features };
         first += out_features;
@@ -166,9 +166,9 @@ fn weights_in_4_bits_give_what_their_values_give_and_are_made_once_while_they_ar
             assert_eq!((params.is_nf4(weight), params.to_vec(weight)), (packed, stored[i].dequantize().unwrap()));
             params.make_room(matrix, N, cols, 2 * r);
             let part = Part { matrix, row: N + i * r, col: 0, rows: r, cols };
-            let a = params.push_adapter("lora_A", part, a[i].clone(), Some(i * r));
+            let a = params.push_adapter("lora_A", part, || a[i].clone(), Some(i * r));
             let part = Part { matrix, row, col: cols + i * r, rows, cols: r };
-            let b = params.push_adapter("lora_B", part, b[i].clone(), None);
+            let b = params.push_adapter("lora_B", part, || b[i].clone(), None);
             let lora = Lora { a, b, r, first: i * r, scale: 1.5, dropout: 0.0, index: 0 };
             first += rows;
             Linear { weight, bias: None, lora: Some(lora), first: row, out_features: rows }

@@ -74,12 +74,16 @@ impl Transformer {
         Ok(Some(model))
     }
 
-    /// A model of that shape with random weights: uniform with the standard deviation of GPT-2's start, 0.02; norms 1, biases 0.
+    /// A model of that shape with random weights: uniform with the standard deviation of GPT-2's start, 0.02; norms 1, biases 0. On a recording device
+    /// no weights are made.
     ///
     /// # Errors
     /// When the device has no room.
     pub fn random(config: &ModelConfig, device: &Device, form: Form<'_>, seed: u64) -> Result<Self> {
         let mut model = Self::zeros(config, device, form)?;
+        if !device.keeps_values() {
+            return Ok(model);
+        }
         let (linear, precision) = (model.linear_weights(), device.precision());
         for (number, (id, name)) in model.names().into_iter().enumerate() {
             let (len, is_vector) = (model.params.get(id).len(), model.params.get(id).shape.len() == 1);

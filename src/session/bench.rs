@@ -7,6 +7,7 @@ use anyhow::{Context as _, bail, ensure};
 use serde::Serialize;
 
 use super::bench_ops::{random, time};
+use super::bench_plan::{self, PlanCheck};
 use super::compare::{self, CompareEvent, CompareOptions, Subject};
 use super::trace::Trace;
 use crate::base::error::Result;
@@ -16,12 +17,14 @@ use crate::data::pack::PackedBatch;
 use crate::model::config::ModelConfig;
 use crate::model::transformer::{Form, Transformer};
 use crate::ops::matmul;
+use crate::tensor::cuda::Pool;
 use crate::tensor::memory::MemoryReport;
 use crate::tensor::phase::PhaseTime;
 use crate::tensor::{Device, MemoryCategory};
 use crate::train::config::{
-    Dequantized, DeviceChoice, MethodConfig, MethodKind, OptimizerConfig, Precision, ScheduleKind,
+    ActivationsChoice, Dequantized, DeviceChoice, MethodConfig, MethodKind, OptimizerConfig, Precision, ScheduleKind,
 };
+use crate::train::plan::MemoryPlan;
 use crate::train::report::{CacheReport, Choice, CopyReport, StepReport};
 use crate::train::snapshot::Snapshot;
 use crate::train::switches::Switches;
@@ -57,6 +60,8 @@ pub struct BenchOptions {
     pub steps: usize,
     /// What is switched how.
     pub switches: Switches,
+    /// What blocks keep: of `switches`, or what is fastest and fits.
+    pub activations: ActivationsChoice,
     /// Rank of the adapters on all linears.
     pub r: usize,
     /// Whether the weights below them are in NF4.
@@ -120,6 +125,8 @@ pub struct BenchRow {
     pub memory: MemoryReport,
     /// What the driver says is in use on the card after the last step, by everybody, its own part included.
     pub driver_bytes: Option<u64>,
+    /// The memory plan beside what was measured, on a GPU.
+    pub plan: Option<PlanCheck>,
     /// Kernel launches of the median step, on a GPU.
     pub launches: Option<u64>,
     /// Times the host waited for the device in the median step.
@@ -196,6 +203,8 @@ struct Loaded {
     config: ModelConfig,
     trainer: Trainer,
     start: Snapshot,
+    /// Of the row that is measured, on a GPU.
+    plan: Option<MemoryPlan>,
 }
 
 impl Bench {
@@ -207,24 +216,36 @@ impl Bench {
     /// The model of `options` in its first state, switched as they ask.
     fn load(&mut self, options: &BenchOptions) -> Result<&mut Loaded> {
         let BenchOptions { ref model, switches, r, method, .. } = *options;
+        let config = model_config(model)?;
         let method = MethodConfig { kind: method, r, ..MethodConfig::default() };
+        let optimizer = OptimizerConfig { schedule: ScheduleKind::Constant, ..OptimizerConfig::default() };
+        let setup = TrainerSetup { method: method.clone(), optimizer, switches, seed: 1, total_steps: 1 };
+        let lengths = options.lengths();
+        let plan = match &self.device {
+            Device::Cpu(_) => None,
+            Device::Cuda(gpu) => Some((bench_plan::plan(options, &lengths, &config, &setup, gpu), gpu.clone())),
+        };
         let mut loaded = match self.model.take().filter(|loaded| loaded.name == *model && loaded.method == method) {
             Some(loaded) => loaded,
             None => {
-                let config = model_config(model)?;
+                if let Some((plan, gpu)) = &plan {
+                    bench_plan::reserve(gpu, Pool::Lasting, plan);
+                }
                 let lora = lora_spec(&method);
                 let form = Form { lora: lora.as_ref(), weights: method.weight_format(Dequantized::Scratch) };
                 let weights = Transformer::random(&config, &self.device, form, 1)?;
-                let optimizer = OptimizerConfig { schedule: ScheduleKind::Constant, ..OptimizerConfig::default() };
-                let setup = TrainerSetup { method: method.clone(), optimizer, switches, seed: 1, total_steps: 1 };
                 let trainer = Trainer::new(weights, setup)?;
                 let start = trainer.snapshot();
-                Loaded { name: model.clone(), method, config, trainer, start }
+                Loaded { name: model.clone(), method, config, trainer, start, plan: None }
             }
         };
         // What other switches have recorded holds memory that is none of this measurement's.
         loaded.trainer.forget_recordings();
-        loaded.trainer.set_switches(switches);
+        if let Some((plan, gpu)) = &plan {
+            bench_plan::reserve(gpu, Pool::Pass, plan);
+        }
+        loaded.plan = plan.map(|(plan, _)| plan);
+        bench_plan::switch(&mut loaded.trainer, options, loaded.plan.as_ref());
         loaded.trainer.restore(&loaded.start);
         self.device.reset_memory_peaks();
         Ok(self.model.insert(loaded))
@@ -260,8 +281,8 @@ impl Bench {
             Some(tflops) => tflops,
             None => *self.matmul_tflops.insert(device.run(|| square_product_tflops(&device))?),
         };
-        let Loaded { config, trainer, .. } = self.load(options)?;
-        measure(options, config, trainer, matmul_tflops, trace)
+        let Loaded { config, trainer, plan, .. } = self.load(options)?;
+        measure(options, config, trainer, plan.as_ref(), matmul_tflops, trace)
     }
 }
 
@@ -270,10 +291,12 @@ fn measure(
     options: &BenchOptions,
     config: &ModelConfig,
     trainer: &mut Trainer,
+    plan: Option<&MemoryPlan>,
     matmul_tflops: f64,
     trace: Option<&mut Trace>,
 ) -> Result<BenchRow> {
-    let BenchOptions { tokens, pack, warmup, steps, switches, r, .. } = *options;
+    let BenchOptions { tokens, pack, warmup, steps, r, .. } = *options;
+    let switches = trainer.switches();
     let device = trainer.model().device().clone();
     let lengths = options.lengths();
     let micro_batches = micro_batches(&lengths, pack, config.vocab_size);
@@ -317,6 +340,9 @@ fn measure(
             Device::Cpu(_) => None,
             Device::Cuda(gpu) => gpu.driver_used_bytes(),
         },
+        plan: plan
+            .and_then(MemoryPlan::need)
+            .and_then(|need| bench_plan::check(&device, need, device.memory().peak_bytes)),
         launches: median.counters.map(|c| c.launches),
         host_syncs: median.counters.map(|c| c.host_syncs),
         allocations: median.counters.map(|c| c.allocations),

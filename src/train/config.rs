@@ -333,6 +333,13 @@ pub struct TrainConfig {
     pub vram_limit_gib: f64,
 }
 
+impl TrainConfig {
+    /// [`Self::vram_limit_gib`] in bytes; `None` where all that is free may be used.
+    pub fn vram_limit_bytes(&self) -> Option<u64> {
+        (self.vram_limit_gib > 0.0).then_some((self.vram_limit_gib * f64::from(1 << 30)) as u64)
+    }
+}
+
 impl Default for TrainConfig {
     fn default() -> Self {
         Self {
