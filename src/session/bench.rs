@@ -28,7 +28,7 @@ use crate::train::plan::MemoryPlan;
 use crate::train::report::{CacheReport, Choice, CopyReport, StepReport};
 use crate::train::snapshot::Snapshot;
 use crate::train::switches::Switches;
-use crate::train::trainer::{Stepped, Trainer, TrainerSetup, lora_spec};
+use crate::train::trainer::{Stepped, Trainer, TrainerSetup, embedding_place, lora_spec};
 
 /// Configurations that come with Tandem: sizes and flags of published models, without weights.
 const KNOWN: [(&str, &str); 6] = [
@@ -232,7 +232,8 @@ impl Bench {
                     bench_plan::reserve(gpu, Pool::Lasting, plan);
                 }
                 let lora = lora_spec(&method);
-                let form = Form { lora: lora.as_ref(), weights: method.weight_format(Dequantized::Scratch) };
+                let weights = method.weight_format(Dequantized::Scratch);
+                let form = Form { lora: lora.as_ref(), weights, embedding: embedding_place(&method, switches.memory) };
                 let weights = Transformer::random(&config, &self.device, form, 1)?;
                 let trainer = Trainer::new(weights, setup)?;
                 let start = trainer.snapshot();

@@ -9,7 +9,9 @@ use std::time::Instant;
 use anyhow::{Context as _, ensure};
 
 use super::batch::{bucket_on, upload};
-use super::config::{Activations, ActivationsChoice, Metadata, MethodConfig, MethodKind, OptimizerConfig};
+use super::config::{
+    Activations, ActivationsChoice, MemoryPolicy, Metadata, MethodConfig, MethodKind, OptimizerConfig, Placement,
+};
 use super::optimizer::{BadGradient, Optimizer};
 use super::plan::{Machine, MemoryPlan, Planner, Workload};
 use super::report::{CacheReport, Choice, CopyReport, EvalReport, StepReport};
@@ -62,6 +64,11 @@ pub fn lora_spec(method: &MethodConfig) -> Option<LoraSpec> {
             layers_to_transform: method.layers_to_transform.clone(),
         }),
     }
+}
+
+/// Where the embedding's table lies in a model that is loaded to be trained by a method: what trains is worked on all the time.
+pub fn embedding_place(method: &MethodConfig, memory: MemoryPolicy) -> Placement {
+    if method.kind.has_adapters() { memory.embedding } else { Placement::Device }
 }
 
 /// A model in training.
@@ -133,7 +140,7 @@ impl Trainer {
             Some(spec) => model.add_lora(&spec, setup.seed).context("[method] does not fit this model")?,
         }
         let grads = Grads::new(model.params());
-        let optimizer = Optimizer::new(&model, setup.optimizer.bits);
+        let optimizer = Optimizer::new(&model, setup.optimizer.bits, setup.switches.memory.optimizer_state);
         let reports_late = matches!(model.device(), Device::Cuda(_));
         let recordings = Recordings::new(setup.switches.cuda_graphs);
         let mut trainer = Self {
@@ -186,11 +193,17 @@ impl Trainer {
     }
 
     fn apply_switches(&mut self) {
-        let Switches { attention, metadata, offload, cuda_graphs, .. } = self.setup.switches;
+        let Switches { attention, metadata, offload, cuda_graphs, memory, activations: _ } = self.setup.switches;
         self.model.set_attention_path(attention);
         self.model.set_metadata_policy(metadata);
         self.model.set_offload_policy(offload);
         self.recordings.enable(cuda_graphs);
+        if self.model.place_embedding(memory.embedding) {
+            // They read the table where it was.
+            self.recordings.forget();
+        }
+        let Self { optimizer, model, grads, .. } = self;
+        optimizer.place(model, grads, memory.optimizer_state);
     }
 
     /// Chooses what blocks keep, for batches of at most `tokens` tokens: what was asked for, or the fastest that fits.
@@ -232,6 +245,7 @@ impl Trainer {
     /// Which optimizations are on, and why.
     pub fn choices(&self) -> Vec<Choice> {
         let reasons = Reasons {
+            state: Some(self.optimizer.state_place()),
             unrecorded: self.recordings.unused(),
             activations: self.activations_why.as_deref(),
             one_buffer: self.one_buffer_why.as_deref(),

@@ -25,7 +25,7 @@ use crate::tensor::dtype::DType;
 use crate::train::config::{Dequantized, DeviceChoice, MethodConfig, MethodKind};
 use crate::train::plan::{Machine, MemoryPlan, Planner};
 use crate::train::switches::Switches;
-use crate::train::trainer::{Trainer, TrainerSetup, lora_spec};
+use crate::train::trainer::{Trainer, TrainerSetup, embedding_place, lora_spec};
 
 /// Least time between two progress events of one stage.
 const TELL_EVERY: Duration = Duration::from_millis(100);
@@ -112,10 +112,16 @@ pub(in crate::session) fn load(
         Device::Cpu(_) => None,
         Device::Cuda(gpu) => Some(plan(config, checkpoint.config(), &data, gpu, note)?),
     };
+    let lora = lora_spec(&config.method);
+    let form = Form {
+        lora: lora.as_ref(),
+        weights: config.method.weight_format(Dequantized::Scratch),
+        embedding: embedding_place(&config.method, config.memory.policy()),
+    };
     let model = Transformer::load_unless_stopped(
         &checkpoint,
         &device,
-        Form { lora: lora_spec(&config.method).as_ref(), weights: config.method.weight_format(Dequantized::Scratch) },
+        form,
         &mut |done, total| stages.tell("loading weights", done, total),
         stop,
     )?;
