@@ -227,7 +227,8 @@ fn a_model_of_32_billion_parameters_takes_no_memory_of_the_host() {
 }
 
 fn in_host() -> Switches {
-    let memory = MemoryPolicy { embedding: Placement::Host, optimizer_state: Placement::Host };
+    let memory =
+        MemoryPolicy { embedding: Placement::Host, optimizer_state: Placement::Host, ..MemoryPolicy::default() };
     Switches { memory, ..switches(Activations::Recompute) }
 }
 

@@ -14,8 +14,8 @@ use tandem::session::bench_plan::PlanCheck;
 use tandem::session::compare::{CompareEvent, CompareOptions, CompareReport, Variation};
 use tandem::session::trace::{Trace, TraceSteps};
 use tandem::session::{
-    ActivationsChoice, AttentionPath, CacheCounts, DeviceChoice, Metadata, MetadataPolicy, MethodKind, OffloadPolicy,
-    Precision, Switches,
+    ActivationsChoice, AttentionPath, CacheCounts, Dequantized, DeviceChoice, Metadata, MetadataPolicy, MethodKind,
+    OffloadPolicy, Precision, Switches,
 };
 use tandem::tensor::Device;
 
@@ -65,6 +65,9 @@ pub struct BenchArgs {
     /// What trains: lora, or qlora (adapters on weights in NF4).
     #[arg(long, value_delimiter = ',', default_value = "lora", value_parser = method)]
     method: Vec<MethodKind>,
+    /// Where weights in 4 bits are dequantized to: scratch, resident.
+    #[arg(long, value_delimiter = ',', default_value = "scratch", value_parser = dequantized)]
+    dequantized: Vec<Dequantized>,
     /// Every pack is one document, instead of documents of about 512 tokens.
     #[arg(long)]
     one_document: bool,
@@ -112,6 +115,14 @@ fn method(text: &str) -> std::result::Result<MethodKind, String> {
         "lora" => Ok(MethodKind::Lora),
         "qlora" => Ok(MethodKind::Qlora),
         other => Err(format!("`{other}` is neither lora nor qlora")),
+    }
+}
+
+fn dequantized(text: &str) -> std::result::Result<Dequantized, String> {
+    match text {
+        "scratch" => Ok(Dequantized::Scratch),
+        "resident" => Ok(Dequantized::Resident),
+        other => Err(format!("`{other}` is neither scratch nor resident")),
     }
 }
 
@@ -198,6 +209,7 @@ impl BenchArgs {
             s.offload = OffloadPolicy { buffers: self.buffers[i].into(), ..OffloadPolicy::default() };
         });
         vary(self.graphs.len(), &|s, i| s.cuda_graphs = self.graphs[i]);
+        vary(self.dequantized.len(), &|s, i| s.memory.dequantized = self.dequantized[i]);
         all
     }
 }

@@ -60,6 +60,8 @@ pub struct MemoryPolicy {
     pub embedding: Placement,
     /// The optimizer's moments.
     pub optimizer_state: Placement,
+    /// What weights in 4 bits are multiplied as.
+    pub dequantized: Dequantized,
 }
 
 /// How attention knows which tokens of a pack see each other. Both give the same, up to the order of sums.

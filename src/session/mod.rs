@@ -34,7 +34,7 @@ pub use crate::model::metadata::{CacheCounts, CacheEntry, MetadataPolicy};
 pub use crate::tensor::memory::{CategoryBytes, MemoryCategory, MemoryReport};
 pub use crate::tensor::phase::{LaneKind, Pass, Phase, PhaseTime, Span};
 pub use crate::train::config::{
-    Activations, ActivationsChoice, AttentionPath, DeviceChoice, MemoryConfig, MemoryPolicy, Metadata,
+    Activations, ActivationsChoice, AttentionPath, Dequantized, DeviceChoice, MemoryConfig, MemoryPolicy, Metadata,
     MetadataBaseline, MethodConfig, MethodKind, OffloadPolicy, OptimizationsConfig, OptimizerConfig, Placement,
     PlacementChoice, Precision, ScheduleKind, Switch, TrainConfig,
 };

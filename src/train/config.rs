@@ -286,6 +286,19 @@ impl PlacementChoice {
     }
 }
 
+/// Where weights in 4 bits are dequantized to, as asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DequantizedChoice {
+    /// To where it is fastest and fits; the run says which and why.
+    #[default]
+    Auto,
+    /// Into scratch memory, whenever a block needs them.
+    Scratch,
+    /// Once, when the model is loaded.
+    Resident,
+}
+
 /// `[memory]`: where things lie. None of it changes a result.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -294,12 +307,21 @@ pub struct MemoryConfig {
     pub embedding: PlacementChoice,
     /// The optimizer's moments.
     pub optimizer_state: PlacementChoice,
+    /// What weights in 4 bits are multiplied as.
+    pub dequantized: DequantizedChoice,
 }
 
 impl MemoryConfig {
     /// The engine's word for it.
     pub fn policy(&self) -> MemoryPolicy {
-        MemoryPolicy { embedding: self.embedding.placement(), optimizer_state: self.optimizer_state.placement() }
+        MemoryPolicy {
+            embedding: self.embedding.placement(),
+            optimizer_state: self.optimizer_state.placement(),
+            dequantized: match self.dequantized {
+                DequantizedChoice::Auto | DequantizedChoice::Scratch => Dequantized::Scratch,
+                DequantizedChoice::Resident => Dequantized::Resident,
+            },
+        }
     }
 }
 

@@ -153,7 +153,7 @@ pub fn choices(switches: &Switches, model: &Transformer, reasons: Reasons<'_>) -
         };
         Choice { optimization, on, available, why }
     };
-    let MemoryPolicy { embedding, optimizer_state } = switches.memory;
+    let MemoryPolicy { embedding, optimizer_state, .. } = switches.memory;
     let asked = Optimization::PLACEMENTS.into_iter().zip([embedding, optimizer_state]);
     let asked = asked.filter(|(_, place)| *place == Placement::Host).map(|(placement, _)| placement);
     Optimization::ALL.into_iter().chain(asked).map(of).collect()

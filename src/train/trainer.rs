@@ -9,9 +9,7 @@ use std::time::Instant;
 use anyhow::{Context as _, ensure};
 
 use super::batch::{bucket_on, upload};
-use super::config::{
-    Activations, ActivationsChoice, MemoryPolicy, Metadata, MethodConfig, MethodKind, OptimizerConfig, Placement,
-};
+use super::config::{Activations, ActivationsChoice, Metadata, MethodConfig, MethodKind, OptimizerConfig, Placement};
 use super::optimizer::{BadGradient, Optimizer};
 use super::plan::{Machine, MemoryPlan, Planner, Workload};
 use super::report::{CacheReport, Choice, CopyReport, EvalReport, StepReport};
@@ -27,7 +25,7 @@ use crate::model::lora::LoraSpec;
 use crate::model::metadata::{CacheCounts, CacheEntry};
 use crate::model::offload::OffloadState;
 use crate::model::recording::Recordings;
-use crate::model::transformer::{PassOptions, Transformer};
+use crate::model::transformer::{Form, PassOptions, Transformer};
 use crate::ops::cross_entropy::LossSum;
 use crate::ops::norm::{ClipValues, first_non_finite};
 use crate::tensor::Device;
@@ -52,6 +50,17 @@ pub struct TrainerSetup {
     pub total_steps: u64,
 }
 
+impl TrainerSetup {
+    /// The form in which a model must be made to be trained so, with room for the adapters `lora` of its method.
+    pub fn form<'a>(&self, lora: Option<&'a LoraSpec>) -> Form<'a> {
+        let memory = self.switches.memory;
+        let weights = self.method.weight_format(memory.dequantized);
+        // What trains is worked on all the time.
+        let embedding = if self.method.kind.has_adapters() { memory.embedding } else { Placement::Device };
+        Form { lora, weights, embedding }
+    }
+}
+
 /// The adapters that a method asks for, if any: what a model should have room for when it is loaded to be trained by it.
 pub fn lora_spec(method: &MethodConfig) -> Option<LoraSpec> {
     match method.kind {
@@ -64,11 +73,6 @@ pub fn lora_spec(method: &MethodConfig) -> Option<LoraSpec> {
             layers_to_transform: method.layers_to_transform.clone(),
         }),
     }
-}
-
-/// Where the embedding's table lies in a model that is loaded to be trained by a method: what trains is worked on all the time.
-pub fn embedding_place(method: &MethodConfig, memory: MemoryPolicy) -> Placement {
-    if method.kind.has_adapters() { memory.embedding } else { Placement::Device }
 }
 
 /// A model in training.

@@ -11,7 +11,9 @@ use tandem::train::trainer::Trainer;
 use super::super::golden_family::{Family, NEVER, adapter_values, set_adapters};
 use super::{bits, gpu, steps};
 
-const IN_HOST: MemoryPolicy = MemoryPolicy { embedding: Placement::Host, optimizer_state: Placement::Host };
+fn in_host() -> MemoryPolicy {
+    MemoryPolicy { embedding: Placement::Host, optimizer_state: Placement::Host, ..MemoryPolicy::default() }
+}
 
 fn trainer(family: &Family, device: &Device, kind: MethodKind, state_bits: u32, memory: MemoryPolicy) -> Trainer {
     let checkpoint = Checkpoint::open(&family.folder).unwrap();
@@ -79,11 +81,11 @@ fn what_lies_in_host_memory_changes_no_bit_and_nobody_waits_for_it() {
             };
             let what = format!("{}, {kind:?}, {state_bits} bits", family.name);
             let (on_device, reference) = run(MemoryPolicy::default());
-            let (in_host, reports) = run(IN_HOST);
+            let (moved, reports) = run(in_host());
             assert_eq!(bits(&reports), bits(&reference), "{what}");
-            assert_eq!(adapter_values(&in_host), adapter_values(&on_device), "{what}");
-            assert!(is_on(&in_host, Optimization::HostOptimizerState), "{what}");
-            assert_eq!(in_host.unrecorded(), None, "{what}: passes are recorded as ever");
+            assert_eq!(adapter_values(&moved), adapter_values(&on_device), "{what}");
+            assert!(is_on(&moved, Optimization::HostOptimizerState), "{what}");
+            assert_eq!(moved.unrecorded(), None, "{what}: passes are recorded as ever");
             let counters = reports.last().unwrap().counters.unwrap();
             assert_eq!((counters.host_syncs, counters.allocations), (0, 0), "{what}");
             let state = |reports: &[tandem::train::report::StepReport]| {
@@ -93,7 +95,7 @@ fn what_lies_in_host_memory_changes_no_bit_and_nobody_waits_for_it() {
             };
             let ((device_before, pinned_before), (device_after, pinned_after)) = (state(&reference), state(&reports));
             assert!(device_after < device_before && pinned_after > pinned_before, "{what}");
-            tables += u32::from(is_on(&in_host, Optimization::HostEmbedding));
+            tables += u32::from(is_on(&moved, Optimization::HostEmbedding));
         }
     }
     assert!(tables > 0, "no family has a table that can lie in host memory");
@@ -110,7 +112,7 @@ fn moving_between_steps_and_going_back_to_a_snapshot_change_no_bit() {
             let mut moved = trainer(&family, &device, kind, state_bits, MemoryPolicy::default());
             let mut got = bits(&steps(&family, &mut moved, 3));
             let switches = moved.switches();
-            moved.set_switches(Switches { memory: IN_HOST, ..switches });
+            moved.set_switches(Switches { memory: in_host(), ..switches });
             let snapshot = moved.snapshot();
             got.extend(bits(&steps(&family, &mut moved, 2)));
             moved.restore(&snapshot);

@@ -5,7 +5,7 @@ use anyhow::ensure;
 use super::report::{Arm, Setting, Variation};
 use crate::base::error::Result;
 use crate::tensor::Device;
-use crate::train::config::{Activations, AttentionPath, Metadata, Placement};
+use crate::train::config::{Activations, AttentionPath, Dequantized, Metadata, Placement};
 use crate::train::report::Optimization;
 use crate::train::switches::Switches;
 
@@ -107,7 +107,7 @@ pub(super) fn settings([a, b]: [&Switches; 2]) -> Vec<Setting> {
 }
 
 /// Switches as fields of `run.toml` with their values as TOML.
-fn fields(switches: &Switches) -> [(&'static str, String); 9] {
+fn fields(switches: &Switches) -> [(&'static str, String); 10] {
     let Switches { activations, attention, metadata, offload, cuda_graphs, memory } = switches;
     let word = |word: &str| format!("\"{word}\"");
     let activations = match activations {
@@ -135,6 +135,7 @@ fn fields(switches: &Switches) -> [(&'static str, String); 9] {
         ("optimizations.offload_buffers", offload.buffers.to_string()),
         ("memory.embedding", word(place(memory.embedding))),
         ("memory.optimizer_state", word(place(memory.optimizer_state))),
+        ("memory.dequantized", word(if memory.dequantized == Dequantized::Resident { "resident" } else { "scratch" })),
     ]
 }
 

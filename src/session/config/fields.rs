@@ -124,6 +124,7 @@ pub const FIELDS: &[Field] = &[
     field("optimizations", "offload_pinned_gib", FieldKind::Float),
     field("memory", "embedding", FieldKind::Choice(PLACEMENTS)),
     field("memory", "optimizer_state", FieldKind::Choice(PLACEMENTS)),
+    field("memory", "dequantized", FieldKind::Choice(&["auto", "scratch", "resident"])),
 ];
 
 /// Names other tools use, and the field that means the same here.

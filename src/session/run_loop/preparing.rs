@@ -13,7 +13,7 @@ use crate::data::loader::{Cursor, Loader};
 use crate::data::pack::PackedBatch;
 use crate::model::config::ModelConfig;
 use crate::model::loading::{Checkpoint, Quantized};
-use crate::model::transformer::{Form, Transformer};
+use crate::model::transformer::Transformer;
 use crate::session::config::RunConfig;
 use crate::session::estimate;
 use crate::session::event::{NoteLevel, RunEvent, RunInfo};
@@ -22,10 +22,10 @@ use crate::session::run_folder;
 use crate::session::training_data::{self, Progress, TrainingData};
 use crate::tensor::device::{Device, Gpu};
 use crate::tensor::dtype::DType;
-use crate::train::config::{Dequantized, DeviceChoice, MethodConfig, MethodKind};
+use crate::train::config::{DeviceChoice, MethodConfig, MethodKind};
 use crate::train::plan::{Machine, MemoryPlan, Planner};
 use crate::train::switches::Switches;
-use crate::train::trainer::{Trainer, TrainerSetup, embedding_place, lora_spec};
+use crate::train::trainer::{Trainer, TrainerSetup, lora_spec};
 
 /// Least time between two progress events of one stage.
 const TELL_EVERY: Duration = Duration::from_millis(100);
@@ -112,30 +112,26 @@ pub(in crate::session) fn load(
         Device::Cpu(_) => None,
         Device::Cuda(gpu) => Some(plan(config, checkpoint.config(), &data, gpu, note)?),
     };
-    let lora = lora_spec(&config.method);
-    let form = Form {
-        lora: lora.as_ref(),
-        weights: config.method.weight_format(Dequantized::Scratch),
-        embedding: embedding_place(&config.method, config.memory.policy()),
+    let mut setup = TrainerSetup {
+        method: config.method.clone(),
+        optimizer: config.optimizer.clone(),
+        switches: Switches::of(&config.train, &config.optimizations, &config.memory),
+        seed: config.seed,
+        total_steps: data.plan.total_steps(),
     };
+    if let Some(planned) = &planned {
+        // In which form the weights are held is part of the plan.
+        setup.switches = planned.plan.choice().switches;
+    }
     let model = Transformer::load_unless_stopped(
         &checkpoint,
         &device,
-        form,
+        setup.form(lora_spec(&config.method).as_ref()),
         &mut |done, total| stages.tell("loading weights", done, total),
         stop,
     )?;
     let Some(model) = model else { return Ok(None) };
-    let mut trainer = Trainer::new(
-        model,
-        TrainerSetup {
-            method: config.method.clone(),
-            optimizer: config.optimizer.clone(),
-            switches: Switches::of(&config.train, &config.optimizations, &config.memory),
-            seed: config.seed,
-            total_steps: data.plan.total_steps(),
-        },
-    )?;
+    let mut trainer = Trainer::new(model, setup)?;
     match &planned {
         Some(planned) => trainer.follow(&planned.plan),
         None => trainer.choose_activations(config.train.activations, config.packing.pack_len),

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::copies::bytes_of;
 use super::pinned::PinnedBuffer;
-use super::{CudaBuffer, CudaDevice, Pitched};
+use super::{CudaBuffer, CudaDevice, Owned, Pitched};
 use crate::base::units;
 use crate::tensor::memory::available_host_bytes;
 
@@ -99,14 +99,14 @@ impl CudaDevice {
 
     fn mapped_buffer(&self, part: MappedPart, bytes: usize) -> CudaBuffer {
         let pointer = part.memory.pointer() as u64 + part.start as u64;
-        CudaBuffer { block: None, mapped: Some(part), pointer, bytes, device: self.clone() }
+        CudaBuffer { owned: Owned::Host(part), pointer, bytes, device: self.clone() }
     }
 }
 
 impl CudaBuffer {
     /// Whether it is host memory.
     pub fn is_mapped(&self) -> bool {
-        self.mapped.is_some()
+        matches!(self.owned, Owned::Host(_))
     }
 
     /// Where the rows lie for the host, when the device has done what was queued; `None` where nothing is kept or the device has failed.
@@ -123,7 +123,7 @@ impl CudaBuffer {
 
     /// Replaces rows from byte `offset` on; `values` holds them one after the other.
     pub(in crate::tensor) fn write<T: Copy>(&self, offset: usize, rows: Pitched, values: &[T]) {
-        let Some(part) = &self.mapped else {
+        let Owned::Host(part) = &self.owned else {
             return self.device.upload_rows(self.pointer + offset as u64, rows, values);
         };
         let Some(base) = self.host_rows(part, offset, rows).filter(|_| !values.is_empty()) else { return };
@@ -135,7 +135,7 @@ impl CudaBuffer {
 
     /// A copy of rows from byte `offset` on, one after the other. This waits for the device.
     pub(in crate::tensor) fn read<T: Copy + Default>(&self, offset: usize, rows: Pitched) -> Vec<T> {
-        let Some(part) = &self.mapped else {
+        let Owned::Host(part) = &self.owned else {
             return self.device.download_rows(self.pointer + offset as u64, rows);
         };
         let mut values = vec![T::default(); rows.rows * rows.row_bytes / size_of::<T>()];

@@ -154,11 +154,18 @@ impl Launch {
 
 /// Memory of a tensor that kernels reach: the device's, given back to the arena when dropped, or the host's.
 pub struct CudaBuffer {
-    block: Option<Block>,
-    mapped: Option<MappedPart>,
+    owned: Owned,
     pointer: u64,
     bytes: usize,
     device: CudaDevice,
+}
+
+/// What a buffer gives back.
+enum Owned {
+    /// Nothing: it has another's memory, or none.
+    Nothing,
+    Arena(Block),
+    Host(MappedPart),
 }
 
 impl std::fmt::Debug for CudaBuffer {
@@ -181,7 +188,7 @@ impl CudaBuffer {
 
 impl Drop for CudaBuffer {
     fn drop(&mut self) {
-        if let Some(block) = self.block.take() {
+        if let Owned::Arena(block) = self.owned {
             // Reuse is ordered by the one compute stream that all work runs on.
             self.device.arena(block.pool()).free(block);
         }
@@ -390,7 +397,7 @@ impl CudaDevice {
 
     /// Memory for `bytes` bytes. On failure the device is latched with [`OutOfMemory`] and the buffer's address is 0.
     pub fn alloc(&self, category: MemoryCategory, bytes: usize) -> CudaBuffer {
-        let empty = |device: &Self| CudaBuffer { block: None, mapped: None, pointer: 0, bytes, device: device.clone() };
+        let empty = |device: &Self| CudaBuffer { owned: Owned::Nothing, pointer: 0, bytes, device: device.clone() };
         if bytes == 0 || self.has_failed() {
             return empty(self);
         }
@@ -431,11 +438,11 @@ impl CudaDevice {
 
     /// A second buffer over memory that it does not own: who has it keeps the memory.
     pub(super) fn alias(&self, buffer: &CudaBuffer) -> CudaBuffer {
-        CudaBuffer { block: None, mapped: None, pointer: buffer.pointer, bytes: buffer.bytes, device: self.clone() }
+        CudaBuffer { owned: Owned::Nothing, pointer: buffer.pointer, bytes: buffer.bytes, device: self.clone() }
     }
 
     fn buffer(&self, block: Block, bytes: usize) -> CudaBuffer {
-        CudaBuffer { pointer: block.pointer(), block: Some(block), mapped: None, bytes, device: self.clone() }
+        CudaBuffer { pointer: block.pointer(), owned: Owned::Arena(block), bytes, device: self.clone() }
     }
 
     /// Launches kernel `name` on the compute stream with its arguments in order ([`kernel_args`](crate::kernel_args) makes them).
