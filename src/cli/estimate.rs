@@ -86,6 +86,9 @@ fn print_need(out: &mut impl io::Write, plan: &MemoryPlan, need: &Need) -> io::R
     row("kernels of the matrix library (assumed)", need.library_bytes)?;
     row("device memory in all", need.vram_bytes())?;
     row("may be used", plan.vram_bytes)?;
-    row("host memory, page-locked", need.pinned_bytes)?;
-    row("host memory in all", need.host_bytes)
+    for part in &need.host {
+        row(&format!("host memory: {}", part.what), part.bytes)?;
+    }
+    row("host memory in all", need.host_bytes)?;
+    row("page-locked of it", need.pinned_bytes)
 }

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use tracing::subscriber::NoSubscriber;
 
 use super::batch::bucket;
-use super::config::{Activations, ActivationsChoice, MemoryConfig};
+use super::config::{Activations, ActivationsChoice, MemoryConfig, PlacementChoice};
 use super::switches::Switches;
 use super::trainer::{Trainer, TrainerSetup, lora_spec};
 use crate::base::error::Result;
@@ -98,6 +98,15 @@ pub struct Part {
     pub bytes: u64,
 }
 
+/// Bytes of host memory for one thing.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HostPart {
+    /// What they are for.
+    pub what: String,
+    /// How many.
+    pub bytes: u64,
+}
+
 /// What steps take.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Need {
@@ -117,6 +126,8 @@ pub struct Need {
     pub pinned_bytes: u64,
     /// Host memory, page-locked memory included.
     pub host_bytes: u64,
+    /// What host memory holds.
+    pub host: Vec<HostPart>,
 }
 
 impl Need {
@@ -229,6 +240,16 @@ impl Planner {
         tracing::subscriber::with_default(NoSubscriber::new(), || self.record(switches, work))
     }
 
+    /// Whether things lie where this plan put them.
+    fn check_places(&self, trainer: &Trainer) -> Result<()> {
+        let refused = trainer.model().embedding_refused().filter(|_| self.memory.embedding == PlacementChoice::Auto);
+        ensure!(refused.is_none(), "the embedding's table stays on the device: {}", refused.unwrap_or_default());
+        let refused = trainer.state_place().refused.as_deref();
+        let refused = refused.filter(|_| self.memory.optimizer_state == PlacementChoice::Auto);
+        ensure!(refused.is_none(), "the optimizer's state stays on the device: {}", refused.unwrap_or_default());
+        Ok(())
+    }
+
     fn record(&self, switches: Switches, work: Workload) -> Result<Need> {
         let Machine { ref card, vendor_library, host_bytes, before_bytes, .. } = self.machine;
         let device =
@@ -238,6 +259,7 @@ impl Planner {
         let lora = lora_spec(&setup.method);
         let model = Transformer::random(&self.config, &device, setup.form(lora.as_ref()), 0)?;
         let mut trainer = Trainer::new(model, setup)?;
+        self.check_places(&trainer)?;
         let batch = largest_batch(work)?;
         let batches = vec![batch; work.batches.max(1)];
         let never = AtomicBool::new(false);
@@ -256,6 +278,7 @@ impl Planner {
         let twin_bytes = documents + (bucket(work.tokens) * 2 * size_of::<i32>()) as u64;
         let [lasting, pass] = [Pool::Lasting, Pool::Pass].map(|pool| gpu.arena_bytes(pool).reach);
         let pinned = gpu.pinned_bytes().peak;
+        let host = host_parts(&trainer, pinned, offload.host_bytes);
         let parts = gpu.ledger().at_peak().context("a recording device notes its peak")?;
         Ok(Need {
             peak_bytes: parts.iter().map(|(_, bytes)| bytes).sum(),
@@ -265,9 +288,21 @@ impl Planner {
             before_bytes,
             library_bytes: if vendor_library { ASSUMED_LIBRARY_KERNELS } else { 0 },
             pinned_bytes: pinned,
-            host_bytes: pinned.max(offload.host_bytes),
+            host_bytes: host.iter().map(|part| part.bytes).sum(),
+            host,
         })
     }
+}
+
+/// Parts of host memory that a step takes.
+fn host_parts(trainer: &Trainer, pinned_bytes: u64, offload_bytes: u64) -> Vec<HostPart> {
+    let embedding = trainer.model().embedding_host_bytes().unwrap_or(0);
+    let state = trainer.state_place().host_bytes;
+    let named = [("activations", offload_bytes), ("embedding", embedding), ("optimizer", state)];
+    let known: u64 = named.iter().map(|(_, bytes)| bytes).sum();
+    let rest = ("copies and results", pinned_bytes.saturating_sub(known));
+    let part = |(what, bytes): (&str, u64)| HostPart { what: what.into(), bytes };
+    named.into_iter().chain([rest]).filter(|(_, bytes)| *bytes > 0).map(part).collect()
 }
 
 /// What the driver gives is a multiple of this many bytes.

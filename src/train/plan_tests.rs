@@ -2,7 +2,9 @@
 
 use super::*;
 use crate::tensor::cuda::PinnedBytes;
-use crate::train::config::{Dequantized, DequantizedChoice, MethodConfig, MethodKind, OptimizerConfig};
+use crate::train::config::{
+    Dequantized, DequantizedChoice, MemoryPolicy, MethodConfig, MethodKind, OptimizerConfig, Placement, PlacementChoice,
+};
 
 const LLAMA_1B: &str = include_str!("../../assets/models/llama-3.2-1b.json");
 const QWEN3_8B: &str = include_str!("../../assets/models/qwen3-8b.json");
@@ -21,7 +23,7 @@ fn planner(config: &str, tokens: usize, vram_bytes: u64) -> Planner {
         config: ModelConfig::from_hf_json(config).unwrap(),
         setup,
         activations: ActivationsChoice::Auto,
-        memory: MemoryConfig::default(),
+        memory: MemoryConfig { optimizer_state: PlacementChoice::Device, ..MemoryConfig::default() },
         work: Workload { tokens, longest: tokens, batches: 1 },
         machine: Machine { host_bytes: Some(64 * GIB), ..Machine::assumed(vram_bytes, true) },
     }
@@ -64,6 +66,38 @@ fn parts_add_up_to_the_peak_and_slabs_hold_it() {
         let inputs = if tried.switches.activations == Activations::Offload { 15 * 4096 * 2048 * 2 } else { 0 };
         assert!((inputs..inputs + (9 << 20)).contains(&need.pinned_bytes), "{}", need.pinned_bytes);
     }
+}
+
+#[test]
+fn host_memory_takes_what_is_read_in_rows_before_blocks_keep_less_and_state_at_the_end() {
+    let mut planner = planner(QWEN3_8B, 2048, 1000 * GIB);
+    planner.setup.method.kind = MethodKind::Qlora;
+    planner.memory = MemoryConfig::default();
+    let plan = planner.plan();
+    let ways: Vec<(Activations, MemoryPolicy)> =
+        plan.tried.iter().map(|tried| (tried.switches.activations, tried.switches.memory)).collect();
+    assert_eq!(ways.len(), 16);
+    let host = MemoryPolicy { embedding: Placement::Host, ..MemoryPolicy::default() };
+    assert_eq!(
+        ways[1..4],
+        [
+            (Activations::Keep, MemoryPolicy::default()),
+            (Activations::Keep, host),
+            (Activations::Recompute, MemoryPolicy { dequantized: Dequantized::Resident, ..MemoryPolicy::default() }),
+        ]
+    );
+    assert!(ways[12..].iter().all(|(_, memory)| memory.optimizer_state == Placement::Host));
+    let need = |number: usize| plan.tried[number].need.as_ref().unwrap();
+    let table = (2 * planner.config.vocab_size * planner.config.hidden_size) as u64;
+    assert_eq!(need(1).peak_bytes - need(2).peak_bytes, table);
+    let held: Vec<&HostPart> = need(2).host.iter().filter(|part| part.what == "embedding").collect();
+    assert!(held.len() == 1 && held[0].bytes == table && need(2).pinned_bytes > table, "{held:?}");
+    assert!(need(12).host.iter().any(|part| part.what == "optimizer" && part.bytes > 300 << 20), "{:?}", need(12).host);
+    assert_eq!(need(12).host.iter().map(|part| part.bytes).sum::<u64>(), need(12).host_bytes);
+    // Where the head multiplies by the table it stays, and what the configuration says stays, too.
+    planner.memory.optimizer_state = PlacementChoice::Device;
+    planner.config = ModelConfig::from_hf_json(LLAMA_1B).unwrap();
+    assert_eq!(planner.plan().tried.len(), 8, "what blocks keep, and whether weights stay dequantized");
 }
 
 #[test]

@@ -1,7 +1,9 @@
 //! The ways to train that a memory plan tries, in order of speed, and their words.
 
 use super::Planner;
-use crate::train::config::{Activations, Dequantized, DequantizedChoice, MemoryPolicy, MethodKind};
+use crate::train::config::{
+    Activations, Dequantized, DequantizedChoice, MemoryPolicy, MethodKind, Placement, PlacementChoice,
+};
 use crate::train::switches::Switches;
 
 /// What blocks keep, the fastest first.
@@ -19,11 +21,21 @@ const KEPT: [fn(&mut Switches); 4] = [
 ];
 
 /// Where things lie, the fastest first; each is tried with all that blocks may keep before they keep less.
-const PLACES: [fn(&mut MemoryPolicy); 2] =
-    [|memory| memory.dequantized = Dequantized::Resident, |memory| memory.dequantized = Dequantized::Scratch];
+const PLACES: [fn(&mut MemoryPolicy); 3] = [
+    |memory| memory.dequantized = Dequantized::Resident,
+    |memory| memory.dequantized = Dequantized::Scratch,
+    |memory| {
+        memory.dequantized = Dequantized::Scratch;
+        memory.embedding = Placement::Host;
+    },
+];
 
 /// What costs more than keeping less: tried with everything that blocks may keep after all [`PLACES`].
-const LAST_PLACES: [fn(&mut MemoryPolicy); 0] = [];
+const LAST_PLACES: [fn(&mut MemoryPolicy); 1] = [|memory| {
+    memory.dequantized = Dequantized::Scratch;
+    memory.embedding = Placement::Host;
+    memory.optimizer_state = Placement::Host;
+}];
 
 impl Planner {
     /// The ways that the configuration leaves open.
@@ -47,6 +59,14 @@ impl Planner {
     /// Takes back what the configuration does not leave to Tandem, and what means nothing to the method.
     fn keep_what_is_set(&self, memory: &mut MemoryPolicy) {
         let set = self.setup.switches.memory;
+        // A table that the head multiplies by, or that trains, is worked on all the time.
+        let reads_rows = self.setup.method.kind.has_adapters() && !self.config.tie_word_embeddings;
+        if self.memory.embedding != PlacementChoice::Auto || !reads_rows {
+            memory.embedding = set.embedding;
+        }
+        if self.memory.optimizer_state != PlacementChoice::Auto {
+            memory.optimizer_state = set.optimizer_state;
+        }
         if self.memory.dequantized != DequantizedChoice::Auto || self.setup.method.kind != MethodKind::Qlora {
             memory.dequantized = set.dequantized;
         }
@@ -73,6 +93,15 @@ impl Planner {
                 Dequantized::Scratch => "weights in 4 bits are dequantized for each block",
             });
         }
+        let MemoryPolicy { embedding, optimizer_state, .. } = switches.memory;
+        match (embedding, optimizer_state) {
+            (Placement::Host, Placement::Host) => {
+                words.push("the embedding's table and the optimizer's state lie in host memory");
+            }
+            (Placement::Host, Placement::Device) => words.push("the embedding's table lies in host memory"),
+            (Placement::Device, Placement::Host) => words.push("the optimizer's state lies in host memory"),
+            (Placement::Device, Placement::Device) => {}
+        }
         words.join("; ")
     }
 
@@ -91,6 +120,12 @@ impl Planner {
                 Dequantized::Resident => "dequantized = \"resident\" in [memory]",
                 Dequantized::Scratch => "dequantized = \"scratch\" in [memory]",
             });
+        }
+        if switches.memory.embedding == Placement::Host {
+            settings.push("embedding = \"host\" in [memory]");
+        }
+        if switches.memory.optimizer_state == Placement::Host {
+            settings.push("optimizer_state = \"host\" in [memory]");
         }
         match settings.split_last() {
             Some((last, [])) => (*last).to_owned(),
