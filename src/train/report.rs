@@ -143,10 +143,14 @@ pub enum Optimization {
     VarlenAttention,
     /// Passes recorded as CUDA graphs.
     CudaGraphs,
+    /// The table of token embeddings in host memory.
+    HostEmbedding,
+    /// The optimizer's moments in host memory.
+    HostOptimizerState,
 }
 
 impl Optimization {
-    /// All, in the order in which they are shown.
+    /// Those that every run tells about, in the order in which they are shown.
     pub const ALL: [Self; 6] = [
         Self::MetadataCache,
         Self::DoubleBuffer,
@@ -155,6 +159,8 @@ impl Optimization {
         Self::VarlenAttention,
         Self::CudaGraphs,
     ];
+    /// Those that a run tells about where they were asked for: they save memory and cost time.
+    pub const PLACEMENTS: [Self; 2] = [Self::HostEmbedding, Self::HostOptimizerState];
 
     /// The name shown to people.
     pub fn name(self) -> &'static str {
@@ -165,6 +171,8 @@ impl Optimization {
             Self::DoubleBuffer => "Overlapped copies",
             Self::VarlenAttention => "Variable-length attention",
             Self::CudaGraphs => "CUDA graphs",
+            Self::HostEmbedding => "Embedding table in host memory",
+            Self::HostOptimizerState => "Optimizer state in host memory",
         }
     }
 }

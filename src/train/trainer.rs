@@ -9,8 +9,10 @@ use std::time::Instant;
 use anyhow::{Context as _, ensure};
 
 use super::batch::{bucket_on, upload};
-use super::config::{Activations, ActivationsChoice, Metadata, MethodConfig, MethodKind, OptimizerConfig};
-use super::optimizer::{BadGradient, Optimizer};
+use super::config::{
+    Activations, ActivationsChoice, MemoryConfig, Metadata, MethodConfig, MethodKind, OptimizerConfig, Placement,
+};
+use super::optimizer::{BadGradient, Optimizer, StatePlace};
 use super::plan::{Machine, MemoryPlan, Planner, Workload};
 use super::report::{CacheReport, Choice, CopyReport, EvalReport, StepReport};
 use super::schedule::learning_rate;
@@ -53,7 +55,11 @@ pub struct TrainerSetup {
 impl TrainerSetup {
     /// The form in which a model must be made to be trained so, with room for the adapters `lora` of its method.
     pub fn form<'a>(&self, lora: Option<&'a LoraSpec>) -> Form<'a> {
-        Form { lora, weights: self.method.weight_format(self.switches.memory.dequantized) }
+        let memory = self.switches.memory;
+        let weights = self.method.weight_format(memory.dequantized);
+        // What trains is worked on all the time.
+        let embedding = if self.method.kind.has_adapters() { memory.embedding } else { Placement::Device };
+        Form { lora, weights, embedding }
     }
 }
 
@@ -140,7 +146,7 @@ impl Trainer {
             Some(spec) => model.add_lora(&spec, setup.seed).context("[method] does not fit this model")?,
         }
         let grads = Grads::new(model.params());
-        let optimizer = Optimizer::new(&model, setup.optimizer.bits);
+        let optimizer = Optimizer::new(&model, setup.optimizer.bits, setup.switches.memory.optimizer_state);
         let reports_late = matches!(model.device(), Device::Cuda(_));
         let recordings = Recordings::new(setup.switches.cuda_graphs);
         let mut trainer = Self {
@@ -193,11 +199,17 @@ impl Trainer {
     }
 
     fn apply_switches(&mut self) {
-        let Switches { attention, metadata, offload, cuda_graphs, .. } = self.setup.switches;
+        let Switches { attention, metadata, offload, cuda_graphs, memory, activations: _ } = self.setup.switches;
         self.model.set_attention_path(attention);
         self.model.set_metadata_policy(metadata);
         self.model.set_offload_policy(offload);
         self.recordings.enable(cuda_graphs);
+        if self.model.place_embedding(memory.embedding) {
+            // They read the table where it was.
+            self.recordings.forget();
+        }
+        let Self { optimizer, model, grads, .. } = self;
+        optimizer.place(model, grads, memory.optimizer_state);
     }
 
     /// Chooses what blocks keep, for batches of at most `tokens` tokens: what was asked for, or the fastest that fits.
@@ -210,6 +222,8 @@ impl Trainer {
                     config: self.model.config().clone(),
                     setup: self.setup.clone(),
                     activations: asked,
+                    // The model has its form.
+                    memory: MemoryConfig::fixed(self.setup.switches.memory),
                     work: Workload { tokens, longest: tokens, batches: 1 },
                     machine: Machine::of(gpu),
                 };
@@ -236,9 +250,15 @@ impl Trainer {
         }
     }
 
+    /// Where the optimizer's moments lie.
+    pub fn state_place(&self) -> &StatePlace {
+        self.optimizer.state_place()
+    }
+
     /// Which optimizations are on, and why.
     pub fn choices(&self) -> Vec<Choice> {
         let reasons = Reasons {
+            state: Some(self.optimizer.state_place()),
             unrecorded: self.recordings.unused(),
             activations: self.activations_why.as_deref(),
             one_buffer: self.one_buffer_why.as_deref(),

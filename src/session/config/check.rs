@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use super::{FIELDS, RunConfig, fields};
 use crate::data::options::LayoutChoice;
 use crate::formats::peft::PROJECTIONS;
-use crate::train::config::{MethodKind, PlacementChoice};
+use crate::train::config::MethodKind;
 
 /// Where a field's value came from.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -118,7 +118,6 @@ pub(super) fn problems(config: &RunConfig) -> Vec<ConfigError> {
     method(config, &mut check);
     optimizer(config, &mut check);
     train(config, &mut check);
-    memory(config, &mut check);
     check.0
 }
 
@@ -243,15 +242,6 @@ fn train(config: &RunConfig, check: &mut Checker) {
     check.value("optimizations.offload_pinned_gib", pinned, pinned.is_finite() && pinned >= 0.0, remedy);
 }
 
-fn memory(config: &RunConfig, check: &mut Checker) {
-    let places =
-        [("memory.embedding", config.memory.embedding), ("memory.optimizer_state", config.memory.optimizer_state)];
-    for (field, place) in places {
-        let remedy = "it must be \"auto\" or \"device\": host memory is not built yet";
-        check.value(field, "\"host\"", place != PlacementChoice::Host, remedy);
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -307,8 +297,6 @@ mod tests {
             ("optimizations.offload_buffers", |c| c.optimizations.offload_buffers = 3),
             ("optimizations.offload_headroom_mib", |c| c.optimizations.offload_headroom_mib = 1 << 40),
             ("optimizations.offload_pinned_gib", |c| c.optimizations.offload_pinned_gib = f64::NAN),
-            ("memory.embedding", |c| c.memory.embedding = PlacementChoice::Host),
-            ("memory.optimizer_state", |c| c.memory.optimizer_state = PlacementChoice::Host),
         ];
         for (field, change) in changes {
             let mut config = valid();
