@@ -62,17 +62,17 @@ fn gradients_agree_with_finite_differences_with_and_without_dropout_and_padding(
         let mut dx = device.empty(MemoryCategory::Workspace, &[ROWS, IN]);
         let mut grads = Grads::new(&params);
         {
-            let ctx = Context { device: &device, params: &params, dropout };
+            let ctx = Context::new(&device, &params, dropout);
             let (_, input) = forward(&ctx, &projection, x.f32s());
             let saved = projection.saved_z(&ctx, &input);
             assert_eq!(saved.as_ref().unwrap().to_vec(), projection.z(&input).unwrap().to_vec());
             let mut dy = ctx.scratch(&projection.output_shape(&device, ROWS));
             dy.first_columns_mut(N).set(&gradient);
             let z = saved.as_ref().map(Tensor::view);
-            projection.backward(&ctx, &mut grads, x.view(), z, &mut dy, Some(dx.view_mut()));
+            projection.backward(&ctx, &mut grads, x.view(), z, dy.view_mut(), Some(dx.view_mut()));
         }
         let loss = |params: &Params, x: &[f32]| {
-            let ctx = Context { device: &device, params, dropout };
+            let ctx = Context::new(&device, params, dropout);
             dot(&gradient, &forward(&ctx, &projection, x).0)
         };
         assert_gradient("dx", x.f32s(), dx.f32s(), |x| loss(&params, x));
@@ -94,7 +94,7 @@ fn a_residual_is_added_and_a_layer_without_adapter_gets_none() {
     let (params, mut projection) = layer(&device, 0.0, R);
     let mut values = Values::new(3);
     let (x, residual) = (values.vec(ROWS * IN), values.tensor(&device, &[ROWS, N]));
-    let ctx = Context { device: &device, params: &params, dropout: None };
+    let ctx = Context::new(&device, &params, None);
     let (plain, _) = forward(&ctx, &projection, &x);
     let with_residual = |projection: &Projection| {
         let mut input = ctx.scratch(&projection.input_shape(&device, ROWS));
@@ -117,7 +117,7 @@ fn dropout_keeps_the_mean_and_touches_the_adapter_alone() {
     let device = cpu(2);
     let (mut params, projection) = layer(&device, 0.25, R);
     let x = Values::new(8).vec(ROWS * IN);
-    let run = |params: &Params, dropout| forward(&Context { device: &device, params, dropout }, &projection, &x).0;
+    let run = |params: &Params, dropout| forward(&Context::new(&device, params, dropout), &projection, &x).0;
     let plain = run(&params, None);
     let mut mean = vec![0.0f32; plain.len()];
     let steps = 3000;

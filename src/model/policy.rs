@@ -58,3 +58,10 @@ pub enum Metadata {
     /// a mask document by document.
     Published,
 }
+
+/// How a model saves memory. None changes a result, but that sums over tiles are made in another order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct MemoryPolicy {
+    /// Most rows (tokens) that the MLP of a block takes at one time where its activations are not kept; 0: all of a pass.
+    pub mlp_rows: usize,
+}

@@ -15,7 +15,7 @@ use anyhow::Context as _;
 use super::batch::DeviceBatch;
 use super::block::Block;
 use super::metadata::SequenceMetadata;
-use super::policy::{Activations, AttentionPath, OffloadPolicy};
+use super::policy::{Activations, AttentionPath, MemoryPolicy, OffloadPolicy};
 use super::transformer::{BlockRun, PassOptions, Transformer};
 use crate::base::error::Result;
 use crate::layers::parameter::Grads;
@@ -43,6 +43,7 @@ struct Kind {
     total_tokens: usize,
     activations: Activations,
     attention: AttentionPath,
+    memory: MemoryPolicy,
     /// With offload: how, and with which memory.
     offload: Option<(OffloadPolicy, u64)>,
 }
@@ -166,7 +167,8 @@ impl Transformer {
             let offload = self.offload();
             (offload.policy(), offload.generation())
         });
-        let kind = Kind { total_tokens: batch.total_tokens(), activations: options.activations, attention, offload };
+        let (total_tokens, memory) = (batch.total_tokens(), self.memory_policy());
+        let kind = Kind { total_tokens, activations: options.activations, attention, memory, offload };
         // A device that has failed does nothing until the step ends, whichever way.
         let usable = recordings.unused.is_none() && !gpu.has_failed();
         let Some(place) = usable.then(|| recordings.place(kind)).flatten() else {
@@ -285,7 +287,13 @@ mod tests {
     use super::*;
 
     fn kind(total_tokens: usize) -> Kind {
-        Kind { total_tokens, activations: Activations::Keep, attention: AttentionPath::Varlen, offload: None }
+        Kind {
+            total_tokens,
+            activations: Activations::Keep,
+            attention: AttentionPath::Varlen,
+            memory: MemoryPolicy::default(),
+            offload: None,
+        }
     }
 
     #[test]

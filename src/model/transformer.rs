@@ -7,13 +7,13 @@ use anyhow::Context as _;
 use rayon::prelude::*;
 
 use super::batch::DeviceBatch;
-use super::block::{Block, BlockSaved};
+use super::block::{Block, BlockSaved, Tiling};
 use super::config::ModelConfig;
 use super::loading::Checkpoint;
 use super::lora::LoraSpec;
 use super::metadata::{CacheCounts, CacheEntry, MetadataCache, MetadataPolicy, SequenceMetadata};
 use super::offload::{Offload, Travel};
-use super::policy::{Activations, AttentionPath};
+use super::policy::{Activations, AttentionPath, MemoryPolicy};
 use super::rotary;
 use super::skeleton::{Skeleton, skeleton};
 use crate::base::error::Result;
@@ -37,6 +37,7 @@ pub struct Transformer {
     pub(super) blocks: Vec<Block>,
     pub(super) head: Head,
     attention_path: AttentionPath,
+    memory: MemoryPolicy,
     metadata: MetadataCache,
     pub(super) offload: Mutex<Offload>,
     inv_freq: Vec<f32>,
@@ -168,6 +169,7 @@ impl Transformer {
             blocks,
             head,
             attention_path: AttentionPath::default(),
+            memory: MemoryPolicy::default(),
             metadata: MetadataCache::new(MetadataPolicy::default(), config.windows().len()),
             offload: Mutex::default(),
             inv_freq: rotary::inv_freq(config),
@@ -203,6 +205,16 @@ impl Transformer {
     /// Sets how attention knows the documents of a pack, in every pass from now on. A new model has the default.
     pub fn set_attention_path(&mut self, path: AttentionPath) {
         self.attention_path = path;
+    }
+
+    /// Sets what is held in pieces, in every pass from now on. A new model holds all at once.
+    pub fn set_memory_policy(&mut self, policy: MemoryPolicy) {
+        self.memory = policy;
+    }
+
+    /// What is held in pieces.
+    pub fn memory_policy(&self) -> MemoryPolicy {
+        self.memory
     }
 
     /// Sets where layers get what they know of the documents, in every pass from now on. A new model keeps it in a cache.
@@ -308,7 +320,7 @@ impl Transformer {
             }
             let keep = i >= first && activations == Activations::Keep;
             let metadata = metadata(block, Pass::Forward);
-            let (out, saved) = block.forward(ctx, metadata.sequences(batch), &x, keep);
+            let (out, saved) = block.forward(ctx, metadata.sequences(batch), &x, keep, self.memory.mlp_rows);
             let input = std::mem::replace(&mut x, out);
             if i >= first {
                 let x = match carrier {
@@ -370,8 +382,10 @@ impl Transformer {
                 return None;
             }
         }
-        // Who offloads is short of memory.
-        let keep = if travel.is_some() { Keep::Longest } else { Keep::Inputs };
+        // Who offloads or takes the MLP in tiles is short of memory.
+        let mlp_rows = self.memory.mlp_rows;
+        let short = travel.is_some() || Tiling::new(batch.total_tokens(), mlp_rows).is_split();
+        let keep = if short { Keep::Longest } else { Keep::Inputs };
         let first = self.first_trained_block();
         let embedding_trains = self.params.is_trainable(self.embed_tokens.weight);
         for (block, Kept { x, saved }) in self.blocks[first..].iter().zip(kept).rev() {
@@ -388,7 +402,7 @@ impl Transformer {
                 (block.recompute(ctx, metadata.sequences(batch), &x, keep), metadata)
             });
             let need_dx = embedding_trains || block.index as usize > first;
-            block.backward(ctx, grads, metadata.sequences(batch), &x, saved, dx, need_dx);
+            block.backward(ctx, grads, metadata.sequences(batch), &x, saved, dx, need_dx, mlp_rows);
             if let Some(travel) = &mut travel {
                 travel.done(x);
             }
@@ -434,13 +448,13 @@ impl Transformer {
                 return None;
             }
             let metadata = self.metadata(batch, block.window, Pass::Forward);
-            x = block.forward(ctx, metadata.sequences(batch), &x, false).0;
+            x = block.forward(ctx, metadata.sequences(batch), &x, false, self.memory.mlp_rows).0;
         }
         Some(x)
     }
 
     pub(super) fn context(&self, dropout: Option<DropoutState>) -> Context<'_> {
-        Context { device: &self.device, params: &self.params, dropout }
+        Context::new(&self.device, &self.params, dropout)
     }
 
     /// Builds what layers need to know about the documents of `batch`, where that is kept: before a pass, whose memory is given back when it is done.

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 pub use crate::model::metadata::MetadataPolicy;
-pub use crate::model::policy::{Activations, AttentionPath, Metadata, OffloadPolicy};
+pub use crate::model::policy::{Activations, AttentionPath, MemoryPolicy, Metadata, OffloadPolicy};
 pub use crate::tensor::dtype::Precision;
 
 /// Which parameters train.

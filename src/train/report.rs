@@ -143,10 +143,12 @@ pub enum Optimization {
     VarlenAttention,
     /// Passes recorded as CUDA graphs.
     CudaGraphs,
+    /// The MLP over tiles of rows, so that what it works with is held for one of them.
+    MlpTiles,
 }
 
 impl Optimization {
-    /// All, in the order in which they are shown.
+    /// All that can be switched while a run trains, in the order in which they are shown. The others are told where they were asked for.
     pub const ALL: [Self; 6] = [
         Self::MetadataCache,
         Self::DoubleBuffer,
@@ -165,6 +167,7 @@ impl Optimization {
             Self::DoubleBuffer => "Overlapped copies",
             Self::VarlenAttention => "Variable-length attention",
             Self::CudaGraphs => "CUDA graphs",
+            Self::MlpTiles => "MLP in tiles",
         }
     }
 }

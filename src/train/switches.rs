@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::config::{
-    Activations, AttentionPath, Metadata, MetadataPolicy, OffloadPolicy, OptimizationsConfig, TrainConfig,
+    Activations, AttentionPath, MemoryPolicy, Metadata, MetadataPolicy, OffloadPolicy, OptimizationsConfig, TrainConfig,
 };
 use super::report::{Choice, Optimization};
 use crate::base::units;
@@ -25,6 +25,8 @@ pub struct Switches {
     pub metadata: MetadataPolicy,
     /// How activations travel, where they are offloaded.
     pub offload: OffloadPolicy,
+    /// How memory is saved.
+    pub memory: MemoryPolicy,
     /// Whether passes are recorded as CUDA graphs, on a GPU.
     pub cuda_graphs: bool,
 }
@@ -43,6 +45,7 @@ impl Switches {
             attention: train.attention,
             metadata: optimizations.metadata(),
             offload: optimizations.offload(),
+            memory: MemoryPolicy::default(),
             cuda_graphs: train.cuda_graphs,
         }
     }
@@ -131,10 +134,18 @@ pub fn choices(
                 (true, None) => (true, true, "two launches a pass".to_owned()),
                 (false, _) => (false, true, "every kernel is queued by the host".to_owned()),
             },
+            Optimization::MlpTiles => {
+                let tokens = units::count(switches.memory.mlp_rows as u64);
+                match switches.activations {
+                    Activations::Keep => (false, false, "blocks keep all that the MLP works with".to_owned()),
+                    _ => (true, false, format!("set before the run: at most {tokens} tokens at one time")),
+                }
+            }
         };
         Choice { optimization, on, available, why }
     };
-    Optimization::ALL.into_iter().map(of).collect()
+    let asked_for = (switches.memory.mlp_rows > 0).then_some(Optimization::MlpTiles);
+    Optimization::ALL.into_iter().chain(asked_for).map(of).collect()
 }
 
 impl Switches {
@@ -149,6 +160,8 @@ impl Switches {
                 self.attention = if on { AttentionPath::Varlen } else { AttentionPath::Masked };
             }
             Optimization::CudaGraphs => self.cuda_graphs = on,
+            // Set before a run: a choice that says so cannot be switched.
+            Optimization::MlpTiles => {}
         }
         self
     }

@@ -178,7 +178,8 @@ impl Trainer {
     }
 
     fn apply_switches(&mut self) {
-        let Switches { attention, metadata, offload, cuda_graphs, .. } = self.setup.switches;
+        let Switches { attention, metadata, offload, memory, cuda_graphs, .. } = self.setup.switches;
+        self.model.set_memory_policy(memory);
         self.model.set_attention_path(attention);
         self.model.set_metadata_policy(metadata);
         self.model.set_offload_policy(offload);

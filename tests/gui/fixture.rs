@@ -102,6 +102,7 @@ fn choices() -> Vec<Choice> {
             Optimization::KeepActivations => (false, true, "set in the configuration"),
             Optimization::VarlenAttention => (true, true, "no T×T mask"),
             Optimization::CudaGraphs => (false, false, "there is no GPU in this run"),
+            Optimization::MlpTiles => (true, false, "set before the run: at most 2,048 tokens at one time"),
         };
         Choice { optimization, on, available, why: why.into() }
     };

@@ -62,6 +62,7 @@ fn choices(step: u64, two_buffers: bool) -> RunEvent {
         Optimization::KeepActivations => (false, true, "keeping all would need 64.20 GiB, and 5.90 GiB are free"),
         Optimization::VarlenAttention => (true, true, "no T×T mask"),
         Optimization::CudaGraphs => (false, false, "copies of offloaded activations are not recorded"),
+        Optimization::MlpTiles => (true, false, "set before the run: at most 2,048 tokens at one time"),
     };
     let choice = |optimization| {
         let (on, available, why) = why(optimization);

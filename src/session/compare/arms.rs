@@ -107,8 +107,8 @@ pub(super) fn settings([a, b]: [&Switches; 2]) -> Vec<Setting> {
 }
 
 /// Switches as fields of `run.toml` with their values as TOML.
-fn fields(switches: &Switches) -> [(&'static str, String); 7] {
-    let Switches { activations, attention, metadata, offload, cuda_graphs } = switches;
+fn fields(switches: &Switches) -> [(&'static str, String); 8] {
+    let Switches { activations, attention, metadata, offload, memory, cuda_graphs } = switches;
     let word = |word: &str| format!("\"{word}\"");
     let activations = match activations {
         Activations::Keep => "keep",
@@ -129,6 +129,7 @@ fn fields(switches: &Switches) -> [(&'static str, String); 7] {
         ("optimizations.metadata_baseline", word(baseline)),
         ("optimizations.metadata_entries", metadata.capacity.to_string()),
         ("optimizations.offload_buffers", offload.buffers.to_string()),
+        ("memory.mlp_rows", memory.mlp_rows.to_string()),
     ]
 }
 
