@@ -5,10 +5,15 @@
 #[path = "support/golden_family.rs"]
 mod golden_family;
 
-use golden_family::golden_file;
+use golden_family::{Family, NEVER, adapter_values, golden_file, set_adapters};
 use half::bf16;
 use tandem::formats::nf4::Nf4;
 use tandem::formats::safetensors::{Dtype, SafetensorsFile};
+use tandem::model::loading::Checkpoint;
+use tandem::model::transformer::{Form, Transformer};
+use tandem::tensor::{Device, MemoryCategory, Precision};
+use tandem::train::config::{Activations, Dequantized, MethodConfig, MethodKind};
+use tandem::train::trainer::{Trainer, lora_spec};
 
 fn reference() -> SafetensorsFile {
     SafetensorsFile::open(&golden_file("nf4.safetensors")).unwrap()
@@ -65,5 +70,42 @@ fn golden_nf4_dequantizes_to_the_same_values() {
             file.bytes(&wanted).unwrap().as_chunks().0.iter().map(|b| u16::from_le_bytes(*b)).collect();
         let different = ours.iter().zip(&theirs).filter(|(a, b)| a != b).count();
         assert_eq!((different, ours.len()), (0, theirs.len()), "{name}: values that differ");
+    }
+}
+
+#[test]
+fn golden_qlora_trains_the_same_from_4_bits_and_from_their_values() {
+    for family in Family::all() {
+        let device = Device::cpu(0, Precision::F32).unwrap();
+        let batch = family.batch();
+        let run = |dequantized, activations| {
+            let method = MethodConfig { kind: MethodKind::Qlora, ..family.method() };
+            let (lora, weights) = (lora_spec(&method), method.weight_format(dequantized));
+            let checkpoint = Checkpoint::open(&family.folder).unwrap();
+            let form = Form { lora: lora.as_ref(), weights };
+            let model = Transformer::load_unless_stopped(&checkpoint, &device, form, &mut |_, _| {}, &NEVER);
+            let (model, setup) = (model.unwrap().unwrap(), family.setup(method, activations, true));
+            let weights_bytes =
+                device.memory().categories.iter().find(|c| c.category == MemoryCategory::Weights).unwrap().now_bytes;
+            let mut trainer = Trainer::new(model, setup).unwrap();
+            set_adapters(&mut trainer, &family.case);
+            let step = |_| trainer.step_and_wait(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap().unwrap().loss;
+            let losses: Vec<f64> = (0..4).map(step).collect();
+            (losses, adapter_values(&trainer), weights_bytes)
+        };
+        let (losses, adapters, resident_bytes) = run(Dequantized::Resident, Activations::Keep);
+        let plain = family.case.to_f32("lora_loss").unwrap();
+        println!("{}: losses {losses:.4?} in 4 bits, {plain:.4?} unquantized", family.name);
+        assert!(
+            losses.iter().zip(&plain).all(|(ours, plain)| (ours - f64::from(*plain)).abs() > 1e-5),
+            "{}: nothing was quantized",
+            family.name
+        );
+        for activations in [Activations::Keep, Activations::Recompute] {
+            let (same, equal, scratch_bytes) = run(Dequantized::Scratch, activations);
+            assert_eq!(same, losses, "{}", family.name);
+            assert!(equal == adapters, "{}: adapters differ", family.name);
+            assert!(scratch_bytes < resident_bytes, "{}: {scratch_bytes} of {resident_bytes}", family.name);
+        }
     }
 }

@@ -12,6 +12,11 @@ pub fn bytes(n: u64) -> String {
     if unit == 0 { format!("{n} B") } else { format!("{value:.2} {}", UNITS[unit]) }
 }
 
+/// A limit in GiB as bytes; 0 or less is none.
+pub fn gib(limit: f64) -> Option<u64> {
+    (limit > 0.0).then_some((limit * f64::from(1 << 30)) as u64)
+}
+
 /// A count with thousands separated by commas: `1,234,567`.
 pub fn count(n: u64) -> String {
     let digits = n.to_string();

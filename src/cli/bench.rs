@@ -10,10 +10,12 @@ use tandem::base::error::Result;
 use tandem::base::units;
 use tandem::session::bench::{self, Bench, BenchOptions, BenchRow};
 use tandem::session::bench_ops;
+use tandem::session::bench_plan::PlanCheck;
 use tandem::session::compare::{CompareEvent, CompareOptions, CompareReport, Variation};
 use tandem::session::trace::{Trace, TraceSteps};
 use tandem::session::{
-    Activations, AttentionPath, CacheCounts, DeviceChoice, Metadata, MetadataPolicy, OffloadPolicy, Precision, Switches,
+    ActivationsChoice, AttentionPath, CacheCounts, DeviceChoice, Metadata, MetadataPolicy, MethodKind, OffloadPolicy,
+    Precision, Switches,
 };
 use tandem::tensor::Device;
 
@@ -33,9 +35,9 @@ pub struct BenchArgs {
     /// Tokens in one pack; several are measured one after another.
     #[arg(long, value_delimiter = ',', default_value = "8192")]
     pack: Vec<usize>,
-    /// What blocks keep: recompute, keep, offload.
+    /// What blocks keep: recompute, keep, offload, or auto, the fastest that fits.
     #[arg(long, value_delimiter = ',', default_value = "recompute", value_parser = activations)]
-    activations: Vec<Activations>,
+    activations: Vec<ActivationsChoice>,
     /// How attention knows the documents of a pack: varlen, masked.
     #[arg(long, value_delimiter = ',', default_value = "varlen", value_parser = attention)]
     attention: Vec<AttentionPath>,
@@ -60,6 +62,15 @@ pub struct BenchArgs {
     /// Rank of the adapters.
     #[arg(long, default_value_t = 16)]
     r: usize,
+    /// What trains: lora, or qlora (adapters on weights in NF4).
+    #[arg(long, value_delimiter = ',', default_value = "lora", value_parser = method)]
+    method: Vec<MethodKind>,
+    /// Every pack is one document, instead of documents of about 512 tokens.
+    #[arg(long)]
+    one_document: bool,
+    /// GiB of the GPU's memory to use at most, the driver's own part included; 0: all that is free.
+    #[arg(long, value_name = "GIB", default_value_t = 0.0)]
+    vram_gib: f64,
     /// Where to run: auto, cpu, cuda.
     #[arg(long, default_value = "auto", value_parser = device)]
     device: DeviceChoice,
@@ -86,12 +97,21 @@ pub struct BenchArgs {
     trace_steps: Option<TraceSteps>,
 }
 
-fn activations(text: &str) -> std::result::Result<Activations, String> {
+fn activations(text: &str) -> std::result::Result<ActivationsChoice, String> {
     match text {
-        "recompute" => Ok(Activations::Recompute),
-        "keep" => Ok(Activations::Keep),
-        "offload" => Ok(Activations::Offload),
-        other => Err(format!("`{other}` is none of recompute, keep, offload")),
+        "auto" => Ok(ActivationsChoice::Auto),
+        "recompute" => Ok(ActivationsChoice::Recompute),
+        "keep" => Ok(ActivationsChoice::Keep),
+        "offload" => Ok(ActivationsChoice::Offload),
+        other => Err(format!("`{other}` is none of auto, recompute, keep, offload")),
+    }
+}
+
+fn method(text: &str) -> std::result::Result<MethodKind, String> {
+    match text {
+        "lora" => Ok(MethodKind::Lora),
+        "qlora" => Ok(MethodKind::Qlora),
+        other => Err(format!("`{other}` is neither lora nor qlora")),
     }
 }
 
@@ -134,35 +154,43 @@ impl BenchArgs {
     fn options(&self) -> Vec<BenchOptions> {
         let mut all = Vec::new();
         for model in &self.model {
-            for &pack in &self.pack {
-                all.extend(self.switches().into_iter().map(|switches| BenchOptions {
-                    model: model.clone(),
-                    tokens: self.tokens,
-                    pack,
-                    warmup: self.warmup,
-                    steps: self.steps,
-                    switches,
-                    r: self.r,
-                }));
+            for &method in &self.method {
+                for &pack in &self.pack {
+                    all.extend(self.switches().into_iter().map(|(activations, switches)| BenchOptions {
+                        model: model.clone(),
+                        tokens: self.tokens,
+                        pack,
+                        warmup: self.warmup,
+                        steps: self.steps,
+                        switches,
+                        activations,
+                        r: self.r,
+                        method,
+                        one_document: self.one_document,
+                    }));
+                }
             }
         }
         all
     }
 
     /// Every combination of switches asked for.
-    fn switches(&self) -> Vec<Switches> {
-        let mut all = vec![Switches::default()];
+    fn switches(&self) -> Vec<(ActivationsChoice, Switches)> {
+        let asked = |&activations: &ActivationsChoice| {
+            let fixed = activations.fixed().unwrap_or_default();
+            (activations, Switches { activations: fixed, ..Switches::default() })
+        };
+        let mut all: Vec<_> = self.activations.iter().map(asked).collect();
         let mut vary = |values: usize, set: &dyn Fn(&mut Switches, usize)| {
-            let each = |switches: Switches| {
+            let each = |(activations, switches): (ActivationsChoice, Switches)| {
                 (0..values).map(move |i| {
                     let mut switches = switches;
                     set(&mut switches, i);
-                    switches
+                    (activations, switches)
                 })
             };
             all = all.iter().copied().flat_map(each).collect();
         };
-        vary(self.activations.len(), &|s, i| s.activations = self.activations[i]);
         vary(self.attention.len(), &|s, i| s.attention = self.attention[i]);
         let capacity = self.metadata_entries;
         vary(self.metadata.len(), &|s, i| s.metadata = MetadataPolicy { metadata: self.metadata[i], capacity });
@@ -179,7 +207,7 @@ pub fn run(args: &BenchArgs) -> Result<()> {
     for path in [&args.html, &args.trace].into_iter().flatten() {
         compare::check_folder(path)?;
     }
-    let device = bench::device(args.device, Precision::F32)?;
+    let device = bench::device(args.device, Precision::F32, units::gib(args.vram_gib))?;
     if args.ops {
         return print_ops(&mut io::stdout().lock(), &device, args.json);
     }
@@ -258,6 +286,30 @@ fn print_ops(out: &mut impl io::Write, device: &Device, json: bool) -> Result<()
     Ok(())
 }
 
+/// What was planned beside what was measured.
+fn print_plan(out: &mut impl io::Write, plan: &PlanCheck) -> io::Result<()> {
+    let driver = match (plan.vram_bytes, plan.deviation) {
+        (Some(bytes), Some(deviation)) => {
+            format!(
+                "{} by the driver, {} planned ({:+.1} %)",
+                units::bytes(bytes),
+                units::bytes(plan.planned_vram_bytes),
+                100.0 * deviation
+            )
+        }
+        _ => format!("{} planned", units::bytes(plan.planned_vram_bytes)),
+    };
+    writeln!(
+        out,
+        "  memory: {driver}; {} in slabs, {} planned; {} at the peak, {} planned; {} were in use before",
+        units::bytes(plan.slab_bytes),
+        units::bytes(plan.planned_slab_bytes),
+        units::bytes(plan.peak_bytes),
+        units::bytes(plan.planned_peak_bytes),
+        units::bytes(plan.before_bytes)
+    )
+}
+
 fn print_row(out: &mut impl io::Write, row: &BenchRow) -> io::Result<()> {
     let ms = |ms: Option<f64>| ms.map_or_else(|| "—".to_owned(), |ms| format!("{ms:.2}"));
     let pack = units::count(row.pack as u64);
@@ -269,8 +321,8 @@ fn print_row(out: &mut impl io::Write, row: &BenchRow) -> io::Result<()> {
     let Switches { activations, attention, metadata, .. } = row.switches;
     writeln!(
         out,
-        "{} · pack {pack} · {activations:?} · {attention:?} · metadata {:?}{graphs} · {}",
-        row.model, metadata.metadata, row.device
+        "{} · {:?} · pack {pack} · {activations:?} · {attention:?} · metadata {:?}{graphs} · {}",
+        row.model, row.method, metadata.metadata, row.device
     )?;
     if let Some(why) = &row.unrecorded {
         writeln!(out, "  CUDA graphs are not used: {why}")?;
@@ -286,6 +338,12 @@ fn print_row(out: &mut impl io::Write, row: &BenchRow) -> io::Result<()> {
         row.matmul_tflops,
         row.loss
     )?;
+    if let Some(driver_bytes) = row.driver_bytes {
+        writeln!(out, "  {} in use on the card, the driver's own part included", units::bytes(driver_bytes))?;
+    }
+    if let Some(plan) = &row.plan {
+        print_plan(out, plan)?;
+    }
     if let (Some(launches), Some(syncs), Some(allocations)) = (row.launches, row.host_syncs, row.allocations) {
         writeln!(out, "  a step: {launches} launches, {syncs} host syncs, {allocations} allocations")?;
     }

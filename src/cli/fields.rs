@@ -5,7 +5,8 @@ use std::path::PathBuf;
 use anyhow::{anyhow, bail};
 use clap::Args;
 use tandem::base::error::Result;
-use tandem::session::config::{Override, RunConfig};
+use tandem::session::config::{Override, RunConfig, STARTER};
+use tandem::session::estimate;
 
 /// A run configuration and flags over it. Values are checked with the file, so that both give the same errors.
 #[derive(Args)]
@@ -32,8 +33,11 @@ pub struct FieldArgs {
     #[arg(long, value_name = "N", help_heading = "Fields")]
     seed: Option<String>,
     /// Tokens in a pack.
-    #[arg(long, value_name = "N", help_heading = "Fields")]
+    #[arg(long, alias = "pack", value_name = "N", help_heading = "Fields")]
     pack_len: Option<String>,
+    /// What trains: the words of `kind` in [method].
+    #[arg(long, value_name = "WORD", help_heading = "Fields")]
+    method: Option<String>,
     /// Rank of the adapters.
     #[arg(long, value_name = "N", help_heading = "Fields")]
     r: Option<String>,
@@ -67,6 +71,9 @@ pub struct FieldArgs {
     /// `auto`, `cpu` or `cuda`.
     #[arg(long, value_name = "WORD", help_heading = "Fields")]
     device: Option<String>,
+    /// GiB of the GPU's memory to use at most; 0: all that is free.
+    #[arg(long, value_name = "X", help_heading = "Fields")]
+    vram_gib: Option<String>,
     /// CPU threads; 0: one a core.
     #[arg(long, value_name = "N", help_heading = "Fields")]
     threads: Option<String>,
@@ -97,8 +104,24 @@ impl FieldArgs {
         Ok(())
     }
 
+    /// The known shape that `--model` names, where neither a configuration nor data are given.
+    pub fn shape(&self) -> Option<&str> {
+        let alone = self.config.is_none() && self.data.is_none();
+        self.model.as_deref().filter(|model| alone && estimate::is_shape(model))
+    }
+
+    /// The configuration for [`Self::shape`], which needs no data.
+    pub fn run_config_of_shape(&self) -> Result<RunConfig> {
+        let data = Override { flag: "--model".into(), field: "data.path".into(), value: STARTER.into() };
+        RunConfig::load_with(None, &[self.overrides()?, vec![data]].concat())
+    }
+
     /// The configuration: the file, then `--set`, then the flags of single fields.
     pub fn run_config(&self) -> Result<RunConfig> {
+        RunConfig::load_with(self.config.as_deref(), &self.overrides()?)
+    }
+
+    fn overrides(&self) -> Result<Vec<Override>> {
         let mut overrides = Vec::new();
         for change in &self.set {
             let Some((field, value)) = change.split_once('=') else {
@@ -114,6 +137,7 @@ impl FieldArgs {
             ("--runs-dir", "runs_dir", &self.runs_dir),
             ("--seed", "seed", &self.seed),
             ("--pack-len", "packing.pack_len", &self.pack_len),
+            ("--method", "method.kind", &self.method),
             ("--r", "method.r", &self.r),
             ("--lora-alpha", "method.lora_alpha", &self.lora_alpha),
             ("--lr", "optimizer.lr", &self.lr),
@@ -125,6 +149,7 @@ impl FieldArgs {
             ("--activations", "train.activations", &self.activations),
             ("--attention", "train.attention", &self.attention),
             ("--device", "train.device", &self.device),
+            ("--vram-gib", "train.vram_limit_gib", &self.vram_gib),
             ("--threads", "train.threads", &self.threads),
             ("--precision", "train.precision", &self.precision),
         ];
@@ -133,6 +158,6 @@ impl FieldArgs {
                 overrides.push(Override { flag: flag.into(), field: field.into(), value: value.clone() });
             }
         }
-        RunConfig::load_with(self.config.as_deref(), &overrides)
+        Ok(overrides)
     }
 }

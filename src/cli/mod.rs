@@ -3,6 +3,7 @@
 mod bench;
 mod compare;
 mod data;
+mod estimate;
 mod fields;
 mod runs;
 mod signals;
@@ -35,6 +36,8 @@ enum Command {
     Bench(Box<bench::BenchArgs>),
     /// Compare optimizations on against off, in pairs of blocks from the same state.
     Compare(Box<compare::CompareArgs>),
+    /// Say what memory a run will take and how it would be trained, before it starts.
+    Estimate(Box<estimate::EstimateArgs>),
     /// List the runs on this machine.
     Runs(runs::RunsArgs),
     /// The starter model: a small real model to begin with.
@@ -59,6 +62,7 @@ pub fn main() -> ExitCode {
         Some(Command::Data(command)) => data::run(*command),
         Some(Command::Bench(args)) => bench::run(&args),
         Some(Command::Compare(args)) => compare::run(&args),
+        Some(Command::Estimate(args)) => estimate::run(&args),
         Some(Command::Runs(args)) => runs::run(&args),
         Some(Command::Starter(command)) => starter::run(&command),
     };

@@ -145,6 +145,16 @@ impl LoaderPlan {
         self.lengths.iter().map(|len| *len as u64).sum()
     }
 
+    /// Most tokens in a batch of the run, padding included: packs of all epochs have the same sizes, padded rows are at most as long as a pack may be.
+    pub fn largest_batch(&self) -> usize {
+        if !self.options.pack.packing {
+            return self.options.pack.pack_len;
+        }
+        let tokens =
+            |batch: &PlannedBatch| batch.documents.iter().map(|document| self.lengths[*document as usize]).sum();
+        self.epoch(0).iter().map(tokens).max().unwrap_or(0)
+    }
+
     /// Which documents share a batch in this epoch, in order.
     pub fn epoch(&self, epoch: u64) -> Vec<PlannedBatch> {
         pack::plan(&self.lengths, &self.options.pack, self.options.seed, epoch)
@@ -282,6 +292,8 @@ mod tests {
         assert_eq!((documents(first), documents(second)), (expected.clone(), expected));
         let batches = |steps: &[LoadedStep]| steps.iter().flat_map(|s| s.batches.clone()).collect::<Vec<_>>();
         assert_ne!(batches(first), batches(second));
+        let largest = |steps: &[LoadedStep]| batches(steps).iter().map(PackedBatch::total_tokens).max().unwrap();
+        assert_eq!([largest(first), largest(second)], [plan.largest_batch(); 2]);
         assert_eq!((first[first.len() - 1].epoch, second[second.len() - 1].epoch), (1.0, 2.0));
         for step in &steps {
             assert!(!step.batches.is_empty() && step.batches.len() <= 3);

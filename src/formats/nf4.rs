@@ -76,11 +76,22 @@ pub struct Nf4<'a> {
 
 /// The largest magnitudes of blocks.
 #[derive(Debug, Clone, PartialEq)]
-enum Absmax<'a> {
+pub enum Absmax<'a> {
     /// Little-endian f32.
     F32(Cow<'a, [u8]>),
     /// `map[code] · scales[block] + offset`.
-    Nested { codes: Cow<'a, [u8]>, blocksize: usize, scales: Vec<f32>, map: Box<[f32; MAP_LEN]>, offset: f32 },
+    Nested {
+        /// A code for each block of the weight.
+        codes: Cow<'a, [u8]>,
+        /// Codes that share a scale.
+        blocksize: usize,
+        /// One for each block of codes.
+        scales: Vec<f32>,
+        /// What the codes stand for.
+        map: Box<[f32; MAP_LEN]>,
+        /// Mean of the absmaxes.
+        offset: f32,
+    },
 }
 
 impl Nf4<'static> {
@@ -148,6 +159,26 @@ impl Nf4<'_> {
         self.shape.iter().product()
     }
 
+    /// Type of the weight that it was made of, to which values are rounded.
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// Numbers that share an absmax: a power of two from 32 on.
+    pub fn blocksize(&self) -> usize {
+        self.blocksize
+    }
+
+    /// Two codes a byte, the even number in the high half.
+    pub fn packed(&self) -> &[u8] {
+        &self.packed
+    }
+
+    /// The largest magnitudes of blocks as they are stored.
+    pub fn absmax(&self) -> &Absmax<'_> {
+        &self.absmax
+    }
+
     /// Bytes of the packed codes and of what belongs to them, without the fixed tables.
     pub fn num_bytes(&self) -> usize {
         let absmax = match &self.absmax {
@@ -162,11 +193,7 @@ impl Nf4<'_> {
     /// # Errors
     /// When an absmax is not finite: the file is damaged.
     pub fn dequantize(&self) -> Result<Vec<f32>> {
-        let absmax = self.absmaxes();
-        ensure!(
-            absmax.iter().all(|x| x.is_finite()),
-            "is damaged: it holds a scale that is not finite; fetch the model again"
-        );
+        let absmax = self.finite_absmaxes()?;
         let mut out = vec![0.0; self.num_elements()];
         let chunks = out.par_chunks_mut(CHUNK).zip(self.packed.par_chunks(CHUNK / 2));
         chunks.zip(absmax.par_chunks(CHUNK / self.blocksize)).for_each(|((out, packed), absmax)| {
@@ -182,6 +209,23 @@ impl Nf4<'_> {
             }
         });
         Ok(out)
+    }
+
+    /// Looks at what [`Self::dequantize`] would refuse.
+    ///
+    /// # Errors
+    /// When an absmax is not finite: the file is damaged.
+    pub fn check(&self) -> Result<()> {
+        self.finite_absmaxes().map(drop)
+    }
+
+    fn finite_absmaxes(&self) -> Result<Vec<f32>> {
+        let absmax = self.absmaxes();
+        ensure!(
+            absmax.iter().all(|x| x.is_finite()),
+            "is damaged: it holds a scale that is not finite; fetch the model again"
+        );
+        Ok(absmax)
     }
 
     /// The absmax of every block.

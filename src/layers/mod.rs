@@ -5,6 +5,7 @@
 pub mod attention;
 pub mod embedding;
 pub mod head;
+pub mod matrix;
 pub mod mlp;
 pub mod norm;
 pub mod parameter;

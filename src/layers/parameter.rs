@@ -3,6 +3,8 @@
 //! A projection's weights and the adapters on them lie in one matrix, so that one product reads them all (see `projection`). Such a parameter
 //! is a part of the matrix, or, where it trains, an f32 tensor of its own with the part as its working copy.
 
+use super::matrix::{Hold, Matrix, Operand};
+use crate::formats::nf4::Nf4;
 use crate::tensor::{Device, MemoryCategory, Precision, Tensor, View, ViewMut};
 
 /// Index of a parameter in its model's list.
@@ -79,14 +81,6 @@ pub struct Params {
     matrices: Vec<Matrix>,
 }
 
-/// A shared matrix.
-#[derive(Debug)]
-struct Matrix {
-    values: Tensor,
-    /// Rows and columns of the gradients that are computed at once: the adapters' A, one below the other.
-    stacked: (usize, usize),
-}
-
 impl Params {
     /// An empty list for parameters on `device`.
     pub fn new(device: &Device) -> Self {
@@ -101,8 +95,16 @@ impl Params {
 
     /// Adds a matrix of zeros for several parameters.
     pub fn push_matrix(&mut self, rows: usize, cols: usize) -> MatrixId {
-        let values = self.device.zeros(MemoryCategory::Weights, &[rows, cols]);
-        self.matrices.push(Matrix { values, stacked: (0, 0) });
+        self.matrices.push(Matrix::whole(&self.device, rows, cols));
+        MatrixId(self.matrices.len() - 1)
+    }
+
+    /// Adds a matrix of weights in NF4, one below the other, of those rows and `cols` columns each, with room for `columns` columns of adapters. The
+    /// weights have no values until [`Self::set_nf4`]; with `double` there is room for absmaxes in 8 bits.
+    pub fn push_packed_matrix(&mut self, rows: &[usize], cols: usize, columns: usize, double: bool) -> MatrixId {
+        let mut matrix = Matrix::packed(&self.device, rows, cols, double);
+        matrix.make_room(&self.device, (rows.iter().sum(), cols), columns);
+        self.matrices.push(matrix);
         MatrixId(self.matrices.len() - 1)
     }
 
@@ -113,9 +115,15 @@ impl Params {
 
     /// Adds an adapter matrix: an f32 tensor that trains, with `part` as the copy that products read. With `stacked` its gradient lies in the
     /// gradients of the matrix ([`Grads::stacked_mut`]) from that row on.
-    pub fn push_adapter(&mut self, name: &str, part: Part, values: Vec<f32>, stacked: Option<usize>) -> ParamId {
+    pub fn push_adapter(
+        &mut self,
+        name: &str,
+        part: Part,
+        values: impl FnOnce() -> Vec<f32>,
+        stacked: Option<usize>,
+    ) -> ParamId {
         let shape = [part.rows, part.cols];
-        let value = self.device.tensor_f32(MemoryCategory::Adapters, &shape, values.clone());
+        let value = self.device.empty_f32(MemoryCategory::Adapters, &shape);
         let adapter = Parameter::new(name, &shape, MemoryCategory::Adapters, Place::Own(value));
         let working = Some(Place::Part(part));
         let id = self.push_parameter(Parameter { trainable: true, working, stacked, ..adapter });
@@ -123,7 +131,9 @@ impl Params {
             let (rows, cols) = &mut self.matrices[part.matrix.0].stacked;
             (*rows, *cols) = ((*rows).max(first + part.rows), part.cols);
         }
-        self.set(id, &values);
+        if self.device.keeps_values() {
+            self.set(id, &values());
+        }
         id
     }
 
@@ -132,22 +142,37 @@ impl Params {
         ParamId(self.list.len() - 1)
     }
 
-    /// Gives a matrix more rows and columns; what it holds stays where it is, the rest is zero.
-    pub fn grow_matrix(&mut self, id: MatrixId, rows: usize, cols: usize) {
-        let before = &self.matrices[id.0].values;
-        let (held_rows, held_cols) = (before.rows(), before.cols());
-        if rows <= held_rows && cols <= held_cols {
-            return;
-        }
-        let mut grown = self.device.zeros(before.category(), &[rows.max(held_rows), cols.max(held_cols)]);
-        let into = grown.view_mut().row_range(0, held_rows).columns(0, held_cols);
-        crate::ops::elementwise::copy(&self.device, before, into);
-        self.matrices[id.0].values = grown;
+    /// Gives a matrix of weights with `rows` rows and `cols` columns room for `columns` columns of adapters; what it holds stays where it is in it, the
+    /// rest is zero.
+    pub fn make_room(&mut self, id: MatrixId, rows: usize, cols: usize, columns: usize) {
+        self.matrices[id.0].make_room(&self.device, (rows, cols), columns);
     }
 
-    /// A shared matrix.
-    pub fn matrix(&self, id: MatrixId) -> &Tensor {
-        &self.matrices[id.0].values
+    /// A shared matrix as products read it. One in 4 bits is made anew, unless somebody holds it.
+    pub fn matrix(&self, id: MatrixId) -> Operand<'_> {
+        self.matrices[id.0].operand(&self.device)
+    }
+
+    /// Keeps what is made of a matrix in 4 bits while the hold lives; for others it does nothing.
+    pub fn hold(&self, id: MatrixId) -> Hold<'_> {
+        self.matrices[id.0].hold()
+    }
+
+    /// Whether a parameter is a weight in 4 bits. Such a weight does not train.
+    pub fn is_nf4(&self, id: ParamId) -> bool {
+        match &self.list[id.0].value {
+            Place::Own(_) => false,
+            Place::Part(part) => self.matrices[part.matrix.0].nf4(part).is_some(),
+        }
+    }
+
+    /// Sets a weight in 4 bits.
+    pub fn set_nf4(&mut self, id: ParamId, weight: &Nf4<'_>) {
+        let Self { device, list, matrices } = self;
+        match &list[id.0].value {
+            Place::Part(part) => matrices[part.matrix.0].set_nf4(device, part, weight),
+            Place::Own(_) => unreachable!("{} is not in 4 bits", list[id.0].name),
+        }
     }
 
     /// Makes a base weight trainable. What products read becomes the working copy of an f32 master, where the two differ or lie apart.
@@ -157,9 +182,12 @@ impl Params {
         }
         let is_part = matches!(self.list[id.0].value, Place::Part(_));
         if is_part || self.device.precision() == Precision::Bf16 {
-            let values = self.to_vec(id);
+            let values = self.device.keeps_values().then(|| self.to_vec(id));
             let parameter = &mut self.list[id.0];
-            let master = self.device.tensor_f32(MemoryCategory::Optimizer, &parameter.shape, values);
+            let mut master = self.device.empty_f32(MemoryCategory::Optimizer, &parameter.shape);
+            if let Some(values) = values {
+                master.set(&values);
+            }
             parameter.working = Some(std::mem::replace(&mut parameter.value, Place::Own(master)));
         }
         self.list[id.0].trainable = true;
@@ -178,22 +206,26 @@ impl Params {
     pub fn to_vec(&self, id: ParamId) -> Vec<f32> {
         match &self.list[id.0].value {
             Place::Own(tensor) => tensor.to_vec(),
-            Place::Part(part) => self.view(part).to_vec(),
+            Place::Part(part) => match self.matrices[part.matrix.0].nf4(part) {
+                Some(weight) => weight.to_vec(&self.device),
+                None => self.part(part).to_vec(),
+            },
         }
     }
 
-    fn view(&self, part: &Part) -> View<'_> {
-        self.matrix(part.matrix).view().row_range(part.row, part.rows).columns(part.col, part.cols)
+    /// A part of a matrix; of one in 4 bits, a part of the adapters beside and below its weights.
+    pub fn part(&self, part: &Part) -> View<'_> {
+        self.matrices[part.matrix.0].view(part)
     }
 
-    /// Replaces the values, the working copy included.
+    /// Replaces the values, the working copy included. Weights in 4 bits take [`Self::set_nf4`].
     pub fn set(&mut self, id: ParamId, values: &[f32]) {
         let precision = self.device.precision();
         let Self { list, matrices, .. } = self;
         let Parameter { value, working, .. } = &mut list[id.0];
         let mut write = |place: &mut Place, values: &[f32]| match place {
             Place::Own(tensor) => tensor.set(values),
-            Place::Part(part) => part_mut(matrices, part).set(values),
+            Place::Part(part) => matrices[part.matrix.0].view_mut(part).set(values),
         };
         write(value, values);
         if let Some(working) = working {
@@ -210,7 +242,7 @@ impl Params {
         debug_assert!(working.is_none(), "a working copy would stay behind");
         match value {
             Place::Own(tensor) => tensor.view_mut().set_bf16(bytes),
-            Place::Part(part) => part_mut(matrices, part).set_bf16(bytes),
+            Place::Part(part) => matrices[part.matrix.0].view_mut(part).set_bf16(bytes),
         }
     }
 
@@ -220,7 +252,7 @@ impl Params {
         let Parameter { value, working, name, .. } = &mut list[id.0];
         let working = working.as_mut().map(|place| match place {
             Place::Own(tensor) => tensor.view_mut(),
-            Place::Part(part) => part_mut(matrices, part),
+            Place::Part(part) => matrices[part.matrix.0].view_mut(part),
         });
         match value {
             Place::Own(value) => (value, working),
@@ -233,7 +265,7 @@ impl Params {
         let Parameter { value, working, name, .. } = &self.list[id.0];
         let working = working.as_ref().map(|place| match place {
             Place::Own(tensor) => tensor.view(),
-            Place::Part(part) => self.view(part),
+            Place::Part(part) => self.part(part),
         });
         match value {
             Place::Own(value) => (value, working),
@@ -280,10 +312,6 @@ impl Params {
     pub fn num_trainable(&self) -> u64 {
         self.list.iter().filter(|p| p.trainable).map(|p| p.len() as u64).sum()
     }
-}
-
-fn part_mut<'a>(matrices: &'a mut [Matrix], part: &Part) -> ViewMut<'a> {
-    matrices[part.matrix.0].values.view_mut().row_range(part.row, part.rows).columns(part.col, part.cols)
 }
 
 /// Gradients of the parameters that train, f32.
@@ -371,10 +399,10 @@ mod tests {
         let matrix = params.push_matrix(2, 3);
         let weight = params.push_part("weight", Part { matrix, row: 0, col: 0, rows: 2, cols: 3 });
         params.set(weight, &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
-        params.grow_matrix(matrix, 3, 4);
+        params.make_room(matrix, 2, 3, 1);
         let part = Part { matrix, row: 2, col: 0, rows: 1, cols: 3 };
-        let a = params.push_adapter("lora_A", part, vec![7.0, 8.0, 9.0], Some(0));
-        assert_eq!(params.matrix(matrix).f32s(), [1.0, 2.0, 3.0, 0.0, 4.0, 5.0, 6.0, 0.0, 7.0, 8.0, 9.0, 0.0]);
+        let a = params.push_adapter("lora_A", part, || vec![7.0, 8.0, 9.0], Some(0));
+        assert_eq!(params.matrix(matrix).view().f32s(), [1.0, 2.0, 3.0, 0.0, 4.0, 5.0, 6.0, 0.0, 7.0, 8.0, 9.0, 0.0]);
         assert_eq!(params.to_vec(weight), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
         params.train(weight);
         let (value, working) = params.trained_mut(weight);

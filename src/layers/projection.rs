@@ -11,10 +11,13 @@
 //!
 //! so that with z behind the columns of x, and dz behind those of dy,
 //! `y = [x z]·[W B]ᵀ`, `dz = s·dy·B`, `dx = [dy dz]·[W; A]`, and sums of base and adapter are made in f32.
+//! A matrix whose weights are in 4 bits is made of them and of the adapters for each product, or for a block's pass ([`Projection::hold`]).
+//!
 //! The caller keeps x with z behind it, or z alone where x can be made again. Backward besides: `dW += dyᵀ·x`, `dB += dyᵀ·z`, `dA += dzᵀ·drop(x)`.
 //! With dropout the adapters' part of `dx` passes the mask by itself.
 
-use super::parameter::{Grads, MatrixId, ParamId};
+use super::matrix::Hold;
+use super::parameter::{Grads, MatrixId, ParamId, Part};
 use super::{Context, DropoutState};
 use crate::ops::dropout::DropoutKey;
 use crate::ops::{adapter, dropout, elementwise, matmul};
@@ -80,6 +83,11 @@ impl Projection {
         [rows, device.stride(self.out_features + self.adapter_columns)]
     }
 
+    /// Keeps the matrix while the hold lives, where it has to be made of weights in 4 bits: several products of a pass read it.
+    pub fn hold<'a>(&self, ctx: &Context<'a>) -> Hold<'a> {
+        ctx.params.hold(self.matrix)
+    }
+
     /// The first linear layer's adapter, which speaks for all: they have one scale and one dropout.
     fn lora(&self) -> Option<&Lora> {
         self.linears.iter().find_map(|linear| linear.lora.as_ref())
@@ -97,7 +105,8 @@ impl Projection {
         self.fill_z(ctx, x);
         let inner = self.in_features + self.adapter_columns;
         let x = x.first_columns(inner);
-        let weight = params.matrix(self.matrix).view().row_range(0, self.out_features).columns(0, inner);
+        let matrix = params.matrix(self.matrix);
+        let weight = matrix.view().row_range(0, self.out_features).columns(0, inner);
         let mut beta = 0.0;
         for linear in &self.linears {
             if let Some(bias) = linear.bias {
@@ -227,7 +236,8 @@ impl Projection {
         let (device, n, r) = (ctx.device, self.out_features, self.adapter_columns);
         let dropping = ctx.dropout.filter(|_| self.lora().is_some_and(|lora| lora.dropout > 0.0));
         let inner = if dropping.is_some() { n } else { n + r };
-        let weight = ctx.params.matrix(self.matrix).view().row_range(0, inner).columns(0, self.in_features);
+        let matrix = ctx.params.matrix(self.matrix);
+        let weight = matrix.view().row_range(0, inner).columns(0, self.in_features);
         matmul::nn(device, 1.0, dy.columns(0, inner), weight, 0.0, dx.reborrow());
         if let Some(state) = dropping {
             let mut through = ctx.scratch(&[dx.rows(), self.in_features]);
@@ -263,8 +273,8 @@ impl Projection {
 
     /// B of all adapters: [N, R], a block for each and zeros elsewhere.
     pub fn b<'a>(&self, ctx: &Context<'a>) -> View<'a> {
-        let matrix = ctx.params.matrix(self.matrix).view();
-        matrix.row_range(0, self.out_features).columns(self.in_features, self.adapter_columns)
+        let (matrix, rows, cols) = (self.matrix, self.out_features, self.adapter_columns);
+        ctx.params.part(&Part { matrix, row: 0, col: self.in_features, rows, cols })
     }
 
     /// A of all adapters: [R, in].
@@ -289,7 +299,8 @@ impl Projection {
 
     /// Rows of the adapters' A: [count, in].
     fn adapters<'a>(&self, ctx: &Context<'a>, first: usize, count: usize) -> View<'a> {
-        ctx.params.matrix(self.matrix).view().row_range(self.out_features + first, count).columns(0, self.in_features)
+        let (matrix, row, cols) = (self.matrix, self.out_features + first, self.in_features);
+        ctx.params.part(&Part { matrix, row, col: 0, rows: count, cols })
     }
 
     /// The adapter's input after dropout; `None` when nothing is dropped.

@@ -1,7 +1,12 @@
 //! Projections with adapters: gradients against finite differences, dropout, and each layer of a projection against itself alone.
 
 use super::*;
+use std::sync::Arc;
+
+use crate::formats::nf4::Nf4;
+use crate::formats::safetensors::Dtype;
 use crate::layers::DropoutState;
+use crate::layers::matrix::Operand;
 use crate::layers::parameter::{Params, Part};
 use crate::ops::testing::{Values, assert_close, assert_gradient, cpu, dot};
 
@@ -25,9 +30,9 @@ fn layer(device: &Device, dropout: f32, columns: usize) -> (Params, Projection) 
         params.train(weight);
         params.train(bias);
         let a = Part { matrix, row: N + i * columns, col: 0, rows: R, cols: IN };
-        let a = params.push_adapter("lora_A", a, values.vec(R * IN), Some(i * columns));
+        let a = params.push_adapter("lora_A", a, || values.vec(R * IN), Some(i * columns));
         let b = Part { matrix, row: first, col: IN + i * columns, rows: out_features, cols: R };
-        let b = params.push_adapter("lora_B", b, values.vec(out_features * R), None);
+        let b = params.push_adapter("lora_B", b, || values.vec(out_features * R), None);
         let lora = Lora { a, b, r: R, first: i * columns, scale: 1.5, dropout, index: 9 + i as u32 };
         let linear = Linear { weight, bias: Some(bias), lora: Some(lora), first, out_features };
         first += out_features;
@@ -131,4 +136,69 @@ fn dropout_keeps_the_mean_and_touches_the_adapter_alone() {
         params.set(linear.lora.unwrap().b, &vec![0.0; linear.out_features * R]);
     }
     assert_eq!(run(&params, Some(state(1))), run(&params, None));
+}
+
+#[test]
+fn weights_in_4_bits_give_what_their_values_give_and_are_made_once_while_they_are_held() {
+    let device = cpu(2);
+    let (sizes, r, cols) = ([7, 4], R, 16);
+    let mut values = Values::new(12);
+    let stored: Vec<Nf4<'static>> = sizes
+        .iter()
+        .map(|&rows| Nf4::quantize("w", &values.vec(rows * cols), &[rows, cols], Dtype::F32, true).unwrap())
+        .collect();
+    let (a, b) = ([(); 2].map(|()| values.vec(r * cols)), sizes.map(|rows| values.vec(rows * r)));
+    let (x, gradient) = (values.vec(ROWS * cols), values.vec(ROWS * N));
+    let run = |packed: bool, held: bool| {
+        let mut params = Params::new(&device);
+        let matrix = match packed {
+            true => params.push_packed_matrix(&sizes, cols, 0, true),
+            false => params.push_matrix(N, cols),
+        };
+        let mut first = 0;
+        let linears = (0..2).map(|i| {
+            let (rows, row) = (sizes[i], first);
+            let weight = params.push_part("weight", Part { matrix, row, col: 0, rows, cols });
+            match packed {
+                true => params.set_nf4(weight, &stored[i]),
+                false => params.set(weight, &stored[i].dequantize().unwrap()),
+            }
+            assert_eq!((params.is_nf4(weight), params.to_vec(weight)), (packed, stored[i].dequantize().unwrap()));
+            params.make_room(matrix, N, cols, 2 * r);
+            let part = Part { matrix, row: N + i * r, col: 0, rows: r, cols };
+            let a = params.push_adapter("lora_A", part, || a[i].clone(), Some(i * r));
+            let part = Part { matrix, row, col: cols + i * r, rows, cols: r };
+            let b = params.push_adapter("lora_B", part, || b[i].clone(), None);
+            let lora = Lora { a, b, r, first: i * r, scale: 1.5, dropout: 0.0, index: 0 };
+            first += rows;
+            Linear { weight, bias: None, lora: Some(lora), first: row, out_features: rows }
+        });
+        let linears = linears.collect();
+        let projection = Projection { linears, matrix, in_features: cols, out_features: N, adapter_columns: 2 * r };
+        let mut grads = Grads::new(&params);
+        let ctx = Context::new(&device, &params, None);
+        let _held = held.then(|| projection.hold(&ctx));
+        let made = [(); 2].map(|()| match params.matrix(matrix) {
+            Operand::Lasting(_) => None,
+            Operand::Made(made) => Some(made),
+        });
+        if let [Some(first), Some(second)] = made {
+            assert_eq!(Arc::ptr_eq(&first, &second), held);
+        }
+        let mut input = ctx.scratch(&projection.input_shape(&device, ROWS));
+        input.first_columns_mut(cols).set(&x);
+        let mut y = ctx.scratch(&[ROWS, N]);
+        projection.forward(&ctx, &mut input, None, &mut y);
+        let mut dy = ctx.scratch(&projection.output_shape(&device, ROWS));
+        dy.first_columns_mut(N).set(&gradient);
+        let mut dx = ctx.scratch(&[ROWS, cols]);
+        let z = projection.z(&input);
+        projection.backward(&ctx, &mut grads, input.first_columns(cols), z, dy.view_mut(), Some(dx.view_mut()));
+        let mut all = vec![y.to_vec(), dx.to_vec()];
+        all.extend(params.ids().filter_map(|id| grads.get(id)).map(|grad| grad.to_vec()));
+        all
+    };
+    let want = run(false, false);
+    assert_eq!(want.len(), 6);
+    assert!(run(true, false) == want && run(true, true) == want);
 }

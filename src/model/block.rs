@@ -3,6 +3,7 @@
 use std::cell::OnceCell;
 
 use crate::layers::attention::{Attention, AttentionSaved, Sequences};
+use crate::layers::matrix::Hold;
 use crate::layers::mlp::{Mlp, MlpSaved, Output};
 use crate::layers::norm::RmsNorm;
 use crate::layers::parameter::Grads;
@@ -124,7 +125,11 @@ impl Block {
             let mlp = Box::new(self.mlp_forward(ctx, middle.view(), output, wanted).1);
             return (out, Some(BlockSaved { attn, rstd, middle, mlp: SavedOrAgain::Saved(mlp) }));
         }
-        for (first, rows) in Tiling::new(x.rows(), mlp_rows).tiles() {
+        let tiling = Tiling::new(x.rows(), mlp_rows);
+        let [gate_up, down] = [&self.mlp.gate_up_proj, &self.mlp.down_proj];
+        // Made once for all tiles, where they are made of weights in 4 bits.
+        let _held = tiling.is_split().then(|| [gate_up.hold(ctx), down.hold(ctx)]);
+        for (first, rows) in tiling.tiles() {
             let residual = middle.view().row_range(first, rows);
             let output = Output::Write { residual, y: out.view_mut().row_range(first, rows) };
             self.mlp_forward(&ctx.tile(first), residual, output, wanted);
@@ -160,6 +165,12 @@ impl Block {
         (input, saved)
     }
 
+    /// Keeps the matrices of attention that both [`Self::recompute`] and [`Self::backward`] read while the holds live, where they are made of weights
+    /// in 4 bits. Those of the MLP are read in its backward pass alone, which holds them.
+    pub fn hold<'a>(&self, ctx: &Context<'a>) -> [Hold<'a>; 2] {
+        [&self.self_attn.qkv_proj, &self.self_attn.o_proj].map(|projection| projection.hold(ctx))
+    }
+
     /// Columns that the gradient of the residual stream needs: those of the hidden size, and room for adapters of what reads it.
     pub fn gradient_columns(&self, ctx: &Context<'_>) -> usize {
         let columns = |projection: &Projection| projection.output_shape(ctx.device, 0)[1];
@@ -191,6 +202,9 @@ impl Block {
             SavedOrAgain::Saved(mlp) => self.mlp_backward(ctx, grads, middle.view(), None, *mlp, dx.view_mut()),
             SavedOrAgain::Again(keep) => {
                 let tiling = Tiling::new(x.rows(), mlp_rows);
+                // Gate and up are read in both passes of every tile, down in the backward pass alone.
+                let _gate_up = self.mlp.gate_up_proj.hold(ctx);
+                let _down = tiling.is_split().then(|| self.mlp.down_proj.hold(ctx));
                 // The normed input of a tile is little.
                 let keep = if tiling.is_split() { Keep::Inputs } else { keep };
                 for (first, rows) in tiling.tiles() {

@@ -13,7 +13,7 @@ use crate::base::error::Result;
 use crate::base::units;
 use crate::formats::blocks::BlockKind;
 use crate::formats::gguf::{GgufFile, unsupported_kind};
-use crate::formats::nf4;
+use crate::formats::nf4::{self, Nf4};
 use crate::formats::safetensors::{Dtype, TensorInfo};
 
 /// Where a weight is stored.
@@ -270,6 +270,20 @@ impl Checkpoint {
                     None => values,
                 })
             }
+        }
+    }
+
+    /// A weight that is stored in NF4, as it lies in the file; `None` for one that is stored otherwise.
+    ///
+    /// # Errors
+    /// When there is no such weight, or its scales are damaged.
+    pub fn tensor_nf4(&self, name: &str) -> Result<Option<Nf4<'_>>> {
+        match &self.source {
+            Source::Safetensors(shards) if self.stored(name)?.format == Format::Nf4 => {
+                let weight = shards.nf4(name).and_then(|weight| weight.check().map(|()| weight));
+                weight.map(Some).map_err(|why| anyhow!("{}: tensor {name} {why:#}", self.path.display()))
+            }
+            _ => Ok(None),
         }
     }
 

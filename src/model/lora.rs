@@ -73,18 +73,18 @@ impl Transformer {
                 let columns = adapter_columns(device, spec.r);
                 let (matrix, inner, outer) = (projection.matrix, projection.in_features, projection.out_features);
                 projection.adapter_columns = count * columns;
-                params.grow_matrix(matrix, outer + count * columns, device.stride(inner + count * columns));
+                params.make_room(matrix, outer, inner, count * columns);
                 let mut first = 0;
                 for (module, linear) in modules.iter().zip(&mut projection.linears).filter(|(module, _)| wanted(module))
                 {
                     let name = format!("model.layers.{number}.{module}");
                     let bound = 1.0 / (inner as f64).sqrt();
-                    let values = uniform(Philox::new(seed, INIT_STREAM + u64::from(index)), spec.r * inner, bound);
+                    let values = || uniform(Philox::new(seed, INIT_STREAM + u64::from(index)), spec.r * inner, bound);
                     let a = Part { matrix, row: outer + first, col: 0, rows: spec.r, cols: inner };
                     let a = params.push_adapter(&format!("{name}.lora_A"), a, values, Some(first));
                     let rows = linear.out_features;
                     let b = Part { matrix, row: linear.first, col: inner + first, rows, cols: spec.r };
-                    let b = params.push_adapter(&format!("{name}.lora_B"), b, vec![0.0; rows * spec.r], None);
+                    let b = params.push_adapter(&format!("{name}.lora_B"), b, || vec![0.0; rows * spec.r], None);
                     let (scale, dropout) = (spec.scale as f32, spec.dropout as f32);
                     linear.lora = Some(Lora { a, b, r: spec.r, first, scale, dropout, index });
                     first += columns;

@@ -16,6 +16,7 @@ pub mod rotary;
 mod shards;
 mod skeleton;
 pub mod transformer;
+mod weights;
 
 #[cfg(test)]
 pub(crate) mod testing;

@@ -12,7 +12,6 @@ use super::policy::{Activations, OffloadPolicy};
 use super::transformer::Transformer;
 use crate::base::error::{OutOfMemory, Result};
 use crate::base::units;
-use crate::tensor::memory::available_host_bytes;
 use crate::tensor::offload::{Carrier, Faults, Reload};
 use crate::tensor::phase::{Pass, Phase};
 use crate::tensor::{Device, MemoryCategory, Tensor};
@@ -193,7 +192,7 @@ impl Offload {
     }
 
     fn carrier_for(&self, device: &Device, num_slots: usize, bytes: usize) -> Result<Carrier, String> {
-        let available = available_host_bytes();
+        let available = device.available_host_bytes();
         let needed = (num_slots * bytes) as u64;
         if let Some(available) = available.filter(|available| *available < needed) {
             let (is, wanted) = (units::bytes(available), units::bytes(needed));

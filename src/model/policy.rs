@@ -59,6 +59,43 @@ pub enum Metadata {
     Published,
 }
 
+/// How a model holds the weights of its linear layers; embedding, head, norms and biases are never quantized.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WeightFormat {
+    /// In the device's format.
+    #[default]
+    Plain,
+    /// Quantized to NF4 (QLoRA, arXiv 2305.14314). What the file has in NF4 is taken as it is.
+    Nf4 {
+        /// Whether the scales of blocks are quantized, too, to 8 bits.
+        double_quant: bool,
+        /// Where the values are that products read.
+        dequantized: Dequantized,
+    },
+}
+
+/// Where weights in 4 bits are dequantized to. Products read the same values in every way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Dequantized {
+    /// Into scratch memory, for a product or for the pass of a block: the weights take 4 bits.
+    #[default]
+    Scratch,
+    /// Once, when the model is loaded: no work later, and as much memory as without quantization.
+    Resident,
+}
+
+impl WeightFormat {
+    /// Where weights are quantized, whether their scales are, too.
+    pub fn double_quant(self) -> Option<bool> {
+        match self {
+            Self::Plain => None,
+            Self::Nf4 { double_quant, .. } => Some(double_quant),
+        }
+    }
+}
+
 /// How a model saves memory. None changes a result, but that sums over tiles are made in another order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct MemoryPolicy {

@@ -26,8 +26,14 @@ pub(super) struct Skeleton {
 }
 
 /// Makes the parameters of `config.expected_tensors()`, in that order, and the layers. `rank(layer, module)` is the rank of the adapter that a
-/// projection will get, so that its matrix has room for it from the start; without room it grows when the adapter comes.
-pub(super) fn skeleton(config: &ModelConfig, device: &Device, rank: &dyn Fn(usize, &str) -> usize) -> Result<Skeleton> {
+/// projection will get, so that its matrix has room for it from the start; without room it grows when the adapter comes. With `nf4`, the linear layers of
+/// blocks are in NF4, their scales in 8 bits where it says so.
+pub(super) fn skeleton(
+    config: &ModelConfig,
+    device: &Device,
+    rank: &dyn Fn(usize, &str) -> usize,
+    nf4: Option<bool>,
+) -> Result<Skeleton> {
     check_widths(config, device)?;
     let mut params = Params::new(device);
     let mut parts = HashMap::new();
@@ -36,7 +42,10 @@ pub(super) fn skeleton(config: &ModelConfig, device: &Device, rank: &dyn Fn(usiz
         for (modules, sizes) in PROJECTIONS.into_iter().zip(sizes(config)) {
             let columns: usize = modules.iter().map(|module| adapter_columns(device, rank(layer, module))).sum();
             let out_features: usize = sizes.outputs.iter().sum();
-            let matrix = params.push_matrix(out_features + columns, device.stride(sizes.input + columns));
+            let matrix = match nf4 {
+                None => params.push_matrix(out_features + columns, device.stride(sizes.input + columns)),
+                Some(double) => params.push_packed_matrix(&sizes.outputs, sizes.input, columns, double),
+            };
             let mut row = 0;
             for (module, &rows) in modules.iter().zip(&sizes.outputs) {
                 let part = Part { matrix, row, col: 0, rows, cols: sizes.input };

@@ -3,21 +3,18 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use anyhow::Context as _;
-use rayon::prelude::*;
+use anyhow::ensure;
 
 use super::batch::DeviceBatch;
 use super::block::{Block, BlockSaved, Tiling};
 use super::config::ModelConfig;
-use super::loading::Checkpoint;
 use super::lora::LoraSpec;
 use super::metadata::{CacheCounts, CacheEntry, MetadataCache, MetadataPolicy, SequenceMetadata};
 use super::offload::{Offload, Travel};
-use super::policy::{Activations, AttentionPath, MemoryPolicy};
+use super::policy::{Activations, AttentionPath, Dequantized, MemoryPolicy, WeightFormat};
 use super::rotary;
 use super::skeleton::{Skeleton, skeleton};
 use crate::base::error::Result;
-use crate::base::rng::{Philox, unit_f32};
 use crate::layers::embedding::Embedding;
 use crate::layers::head::{Head, Supervised};
 use crate::layers::parameter::{Grads, ParamId, Params};
@@ -43,6 +40,15 @@ pub struct Transformer {
     inv_freq: Vec<f32>,
     /// Grown when a batch has a longer document; shared by the batches that use it.
     rope: Mutex<Option<Arc<RopeTable>>>,
+}
+
+/// In which form a model is made.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Form<'a> {
+    /// Adapters that it has room for from the start.
+    pub lora: Option<&'a LoraSpec>,
+    /// How its linear layers are held.
+    pub weights: WeightFormat,
 }
 
 /// What a training pass over one micro-batch needs besides the batch.
@@ -86,81 +92,14 @@ enum Input {
 }
 
 impl Transformer {
-    /// Loads a model's weights onto `device`. `progress` gets bytes done and bytes in all (as f32).
-    ///
-    /// # Errors
-    /// When a tensor cannot be read.
-    pub fn load(checkpoint: &Checkpoint, device: &Device, progress: &mut dyn FnMut(u64, u64)) -> Result<Self> {
-        let never = AtomicBool::new(false);
-        Self::load_unless_stopped(checkpoint, device, None, progress, &never)?.context("loading was stopped")
-    }
-
-    /// As [`Transformer::load`], with room for the adapters of `lora` from the start; `None` when `stop` was raised on the way (it is looked at
-    /// before every tensor).
-    ///
-    /// # Errors
-    /// As [`Transformer::load`].
-    pub fn load_unless_stopped(
-        checkpoint: &Checkpoint,
-        device: &Device,
-        lora: Option<&LoraSpec>,
-        progress: &mut dyn FnMut(u64, u64),
-        stop: &AtomicBool,
-    ) -> Result<Option<Self>> {
-        let mut model = Self::zeros(checkpoint.config(), device, lora)?;
-        let (mut done_bytes, total_bytes) = (0, checkpoint.num_parameters() * 4);
-        for (id, name) in model.names() {
-            if stop.load(Ordering::Relaxed) {
-                return Ok(None);
-            }
-            match checkpoint.tensor_bf16(&name)? {
-                // As it lies in the file: a GPU's engine computes with the same bits.
-                Some(bytes) => model.params.set_bf16(id, bytes),
-                None => {
-                    let mut data = checkpoint.tensor_f32(&name)?;
-                    device.precision().round_slice(&mut data);
-                    model.params.set(id, &data);
-                }
-            }
-            done_bytes += 4 * model.params.get(id).len() as u64;
-            device.check().with_context(|| format!("loading {name}"))?;
-            progress(done_bytes, total_bytes);
-        }
-        Ok(Some(model))
-    }
-
-    /// A model of that shape with random weights: uniform with the standard deviation of GPT-2's start, 0.02; norms 1, biases 0. It has room
-    /// for the adapters of `lora`.
-    ///
-    /// # Errors
-    /// When the device has no room.
-    pub fn random(config: &ModelConfig, device: &Device, lora: Option<&LoraSpec>, seed: u64) -> Result<Self> {
-        let mut model = Self::zeros(config, device, lora)?;
-        for (number, (id, name)) in model.names().into_iter().enumerate() {
-            let (len, is_vector) = (model.params.get(id).len(), model.params.get(id).shape.len() == 1);
-            let data = if is_vector {
-                vec![if name.ends_with("bias") { 0.0 } else { 1.0 }; len]
-            } else {
-                let generator = Philox::new(seed, number as u64);
-                let bound = 0.02 * 3f32.sqrt();
-                let mut data = vec![0.0f32; len];
-                data.par_chunks_mut(4).enumerate().with_min_len(1 << 14).for_each(|(block, values)| {
-                    let words = generator.block(block as u64);
-                    values.iter_mut().zip(words).for_each(|(x, word)| *x = (2.0 * unit_f32(word) - 1.0) * bound);
-                });
-                device.precision().round_slice(&mut data);
-                data
-            };
-            model.params.set(id, &data);
-            device.check().with_context(|| format!("making {name}"))?;
-        }
-        Ok(model)
-    }
-
-    /// A model whose parameters are all zero.
-    fn zeros(config: &ModelConfig, device: &Device, lora: Option<&LoraSpec>) -> Result<Self> {
-        let rank = |layer: usize, module: &str| lora.map_or(0, |lora| lora.rank_of(layer, module));
-        let Skeleton { params, embed_tokens, blocks, head } = skeleton(config, device, &rank)?;
+    /// A model whose parameters are all zero, or, in NF4, not set.
+    pub(super) fn zeros(config: &ModelConfig, device: &Device, form: Form<'_>) -> Result<Self> {
+        let rank = |layer: usize, module: &str| form.lora.map_or(0, |lora| lora.rank_of(layer, module));
+        let packed = match form.weights {
+            WeightFormat::Nf4 { double_quant, dequantized: Dequantized::Scratch } => Some(double_quant),
+            WeightFormat::Nf4 { dequantized: Dequantized::Resident, .. } | WeightFormat::Plain => None,
+        };
+        let Skeleton { params, embed_tokens, blocks, head } = skeleton(config, device, &rank, packed)?;
         Ok(Self {
             device: device.clone(),
             config: config.clone(),
@@ -178,7 +117,7 @@ impl Transformer {
     }
 
     /// All parameters by id and name.
-    fn names(&self) -> Vec<(ParamId, String)> {
+    pub(super) fn names(&self) -> Vec<(ParamId, String)> {
         self.params.iter().map(|(id, parameter)| (id, parameter.name.clone())).collect()
     }
 
@@ -240,8 +179,16 @@ impl Transformer {
     }
 
     /// Makes every base parameter trainable (full fine-tuning).
-    pub fn train_everything(&mut self) {
+    ///
+    /// # Errors
+    /// When weights are held in 4 bits, which have no gradient.
+    pub fn train_everything(&mut self) -> Result<()> {
+        ensure!(
+            !self.params.ids().any(|id| self.params.is_nf4(id)),
+            "weights in 4 bits do not train: take kind = \"qlora\", which trains adapters on them"
+        );
         self.params.ids().for_each(|id| self.params.train(id));
+        Ok(())
     }
 
     /// Forward and backward over one micro-batch: adds its token losses to `loss` and its gradients to `grads`; `None` when stopped on the way.
@@ -396,6 +343,8 @@ impl Transformer {
                 Input::Here(x) => x,
                 Input::Away => travel.as_mut()?.arrive(block.index as usize)?,
             };
+            // What is computed again reads the same matrices as the backward pass after it.
+            let _held = saved.is_none().then(|| block.hold(ctx));
             let (saved, metadata) = saved.unwrap_or_else(|| {
                 let metadata = metadata(block, Pass::Backward);
                 let _phase = self.device.clock().enter(Phase::Recompute, Pass::Backward, Some(block.index));

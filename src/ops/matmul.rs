@@ -260,10 +260,7 @@ fn launch(
     let (lda, ldb, ldc, ld_source) = (a.stride(), b.stride(), c.stride(), source.stride());
     let shape = Shape { form, m, n, k, lda, ldb, ldc, ld_source, out: c.dtype() };
     let operands = Operands { a: a.pointer(), b: b.pointer(), c: c.pointer(), source: source.pointer(), alpha, beta };
-    match gpu.blas() {
-        Some(_) => gpu.blas_matmul(shape, operands),
-        None => launch_own(gpu, shape, operands),
-    }
+    if gpu.has_vendor_library() { gpu.blas_matmul(shape, operands) } else { launch_own(gpu, shape, operands) }
 }
 
 /// The own kernels: what a laptop with nothing but the driver uses.

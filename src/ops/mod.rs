@@ -13,6 +13,7 @@ pub mod embedding;
 pub mod matmul;
 pub mod matmul_plan;
 pub mod multi_tensor;
+pub mod nf4;
 pub mod norm;
 pub mod qk_norm;
 pub mod rms_norm;

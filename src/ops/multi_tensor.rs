@@ -11,6 +11,9 @@ use crate::tensor::{Device, Gpu, MemoryCategory, Tensor, View};
 /// Values a block works on; the kernels have the same number.
 const CHUNK: usize = 16_384;
 
+/// The state before the first update.
+const INITIAL: [f32; 4] = [0.0, 1.0, 1.0, 0.0];
+
 /// One trainable tensor, laid out as in `kernels/adamw.cu`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
@@ -101,8 +104,8 @@ impl MultiTensor {
             num_chunks: chunks.len(),
             chunks: on_chunks,
             partials: device.empty_f32(category, &[chunks.len()]),
-            state: device.tensor_f32(category, &[4], vec![0.0, 1.0, 1.0, 0.0]),
-            readback: Readback::new(gpu),
+            state: device.tensor_f32(category, &[4], INITIAL.to_vec()),
+            readback: Readback::new(gpu, INITIAL),
         }
     }
 

@@ -22,6 +22,9 @@ impl RopeTable {
         let shape = [num_positions, inv_freq.len()];
         let precision = device.precision();
         let table = |f: fn(f64) -> f64| {
+            if !device.keeps_values() {
+                return device.empty_f32(MemoryCategory::Metadata, &shape);
+            }
             let angles = (0..num_positions).flat_map(|p| inv_freq.iter().map(move |freq| p as f32 * freq));
             let values = angles.map(|angle| precision.round(f(f64::from(angle)) as f32)).collect();
             device.tensor_f32(MemoryCategory::Metadata, &shape, values)

@@ -7,6 +7,7 @@ use anyhow::{Context as _, bail, ensure};
 use serde::Serialize;
 
 use super::bench_ops::{random, time};
+use super::bench_plan::{self, PlanCheck};
 use super::compare::{self, CompareEvent, CompareOptions, Subject};
 use super::trace::Trace;
 use crate::base::error::Result;
@@ -14,12 +15,16 @@ use crate::base::rng::{Philox, unit_f32};
 use crate::data::example::{Example, IGNORE_INDEX};
 use crate::data::pack::PackedBatch;
 use crate::model::config::ModelConfig;
-use crate::model::transformer::Transformer;
+use crate::model::transformer::{Form, Transformer};
 use crate::ops::matmul;
+use crate::tensor::cuda::Pool;
 use crate::tensor::memory::MemoryReport;
 use crate::tensor::phase::PhaseTime;
 use crate::tensor::{Device, MemoryCategory};
-use crate::train::config::{DeviceChoice, MethodConfig, OptimizerConfig, Precision, ScheduleKind};
+use crate::train::config::{
+    ActivationsChoice, Dequantized, DeviceChoice, MethodConfig, MethodKind, OptimizerConfig, Precision, ScheduleKind,
+};
+use crate::train::plan::MemoryPlan;
 use crate::train::report::{CacheReport, Choice, CopyReport, StepReport};
 use crate::train::snapshot::Snapshot;
 use crate::train::switches::Switches;
@@ -55,8 +60,14 @@ pub struct BenchOptions {
     pub steps: usize,
     /// What is switched how.
     pub switches: Switches,
+    /// What blocks keep: of `switches`, or what is fastest and fits.
+    pub activations: ActivationsChoice,
     /// Rank of the adapters on all linears.
     pub r: usize,
+    /// Whether the weights below them are in NF4.
+    pub method: MethodKind,
+    /// Whether a pack is one document.
+    pub one_document: bool,
 }
 
 impl BenchOptions {
@@ -67,7 +78,16 @@ impl BenchOptions {
             "tokens ({tokens}) must be a multiple of pack ({pack})"
         );
         ensure!(steps >= 1, "at least one step must be measured");
+        ensure!(self.method.has_adapters(), "only methods with adapters are measured");
         Ok(())
+    }
+
+    /// Lengths of the documents of a step.
+    fn lengths(&self) -> Vec<usize> {
+        if self.one_document {
+            return vec![self.pack; self.tokens / self.pack];
+        }
+        document_lengths(self.tokens, self.pack)
     }
 }
 
@@ -76,6 +96,8 @@ impl BenchOptions {
 pub struct BenchRow {
     /// Model.
     pub model: String,
+    /// Which parameters train, on what.
+    pub method: MethodKind,
     /// Device in words.
     pub device: String,
     /// Tokens in one micro-batch.
@@ -101,6 +123,10 @@ pub struct BenchRow {
     pub peak_bytes: u64,
     /// Memory by category.
     pub memory: MemoryReport,
+    /// What the driver says is in use on the card after the last step, by everybody, its own part included.
+    pub driver_bytes: Option<u64>,
+    /// The memory plan beside what was measured, on a GPU.
+    pub plan: Option<PlanCheck>,
     /// Kernel launches of the median step, on a GPU.
     pub launches: Option<u64>,
     /// Times the host waited for the device in the median step.
@@ -149,15 +175,15 @@ pub fn model_config(model: &str) -> Result<ModelConfig> {
     ModelConfig::from_hf_json(&text).with_context(|| format!("reading {model}"))
 }
 
-/// The device to measure; `auto` is the GPU where there is one.
+/// The device to measure; `auto` is the GPU where there is one, used as if it had no more than the limit.
 ///
 /// # Errors
 /// When the GPU is asked for and cannot be had, or the CPU refuses its threads.
-pub fn device(choice: DeviceChoice, precision: Precision) -> Result<Device> {
+pub fn device(choice: DeviceChoice, precision: Precision, vram_limit_bytes: Option<u64>) -> Result<Device> {
     match choice {
         DeviceChoice::Cpu => Device::cpu(0, precision),
-        DeviceChoice::Cuda => Ok(Device::cuda()?),
-        DeviceChoice::Auto => Device::cuda().or_else(|_| Device::cpu(0, precision)),
+        DeviceChoice::Cuda => Ok(Device::cuda_within(vram_limit_bytes)?),
+        DeviceChoice::Auto => Device::cuda_within(vram_limit_bytes).or_else(|_| Device::cpu(0, precision)),
     }
 }
 
@@ -173,10 +199,12 @@ pub struct Bench {
 #[derive(Debug)]
 struct Loaded {
     name: String,
-    r: usize,
+    method: MethodConfig,
     config: ModelConfig,
     trainer: Trainer,
     start: Snapshot,
+    /// Of the row that is measured, on a GPU.
+    plan: Option<MemoryPlan>,
 }
 
 impl Bench {
@@ -187,23 +215,37 @@ impl Bench {
 
     /// The model of `options` in its first state, switched as they ask.
     fn load(&mut self, options: &BenchOptions) -> Result<&mut Loaded> {
-        let BenchOptions { ref model, switches, r, .. } = *options;
-        let mut loaded = match self.model.take().filter(|loaded| loaded.name == *model && loaded.r == r) {
+        let BenchOptions { ref model, switches, r, method, .. } = *options;
+        let config = model_config(model)?;
+        let method = MethodConfig { kind: method, r, ..MethodConfig::default() };
+        let optimizer = OptimizerConfig { schedule: ScheduleKind::Constant, ..OptimizerConfig::default() };
+        let setup = TrainerSetup { method: method.clone(), optimizer, switches, seed: 1, total_steps: 1 };
+        let lengths = options.lengths();
+        let plan = match &self.device {
+            Device::Cpu(_) => None,
+            Device::Cuda(gpu) => Some((bench_plan::plan(options, &lengths, &config, &setup, gpu), gpu.clone())),
+        };
+        let mut loaded = match self.model.take().filter(|loaded| loaded.name == *model && loaded.method == method) {
             Some(loaded) => loaded,
             None => {
-                let config = model_config(model)?;
-                let method = MethodConfig { r, ..MethodConfig::default() };
-                let weights = Transformer::random(&config, &self.device, lora_spec(&method).as_ref(), 1)?;
-                let optimizer = OptimizerConfig { schedule: ScheduleKind::Constant, ..OptimizerConfig::default() };
-                let setup = TrainerSetup { method, optimizer, switches, seed: 1, total_steps: 1 };
+                if let Some((plan, gpu)) = &plan {
+                    bench_plan::reserve(gpu, Pool::Lasting, plan);
+                }
+                let lora = lora_spec(&method);
+                let form = Form { lora: lora.as_ref(), weights: method.weight_format(Dequantized::Scratch) };
+                let weights = Transformer::random(&config, &self.device, form, 1)?;
                 let trainer = Trainer::new(weights, setup)?;
                 let start = trainer.snapshot();
-                Loaded { name: model.clone(), r, config, trainer, start }
+                Loaded { name: model.clone(), method, config, trainer, start, plan: None }
             }
         };
         // What other switches have recorded holds memory that is none of this measurement's.
         loaded.trainer.forget_recordings();
-        loaded.trainer.set_switches(switches);
+        if let Some((plan, gpu)) = &plan {
+            bench_plan::reserve(gpu, Pool::Pass, plan);
+        }
+        loaded.plan = plan.map(|(plan, _)| plan);
+        bench_plan::switch(&mut loaded.trainer, options, loaded.plan.as_ref());
         loaded.trainer.restore(&loaded.start);
         self.device.reset_memory_peaks();
         Ok(self.model.insert(loaded))
@@ -222,7 +264,7 @@ impl Bench {
     ) -> Result<()> {
         options.check()?;
         let Loaded { config, trainer, .. } = self.load(options)?;
-        let lengths = document_lengths(options.tokens, options.pack);
+        let lengths = options.lengths();
         let batches = vec![micro_batches(&lengths, options.pack, config.vocab_size); comparison.num_steps()];
         let subject = Subject { model: &options.model, batches: &batches };
         compare::compare_all(trainer, subject, comparison, on_event, stop)
@@ -239,8 +281,8 @@ impl Bench {
             Some(tflops) => tflops,
             None => *self.matmul_tflops.insert(device.run(|| square_product_tflops(&device))?),
         };
-        let Loaded { config, trainer, .. } = self.load(options)?;
-        measure(options, config, trainer, matmul_tflops, trace)
+        let Loaded { config, trainer, plan, .. } = self.load(options)?;
+        measure(options, config, trainer, plan.as_ref(), matmul_tflops, trace)
     }
 }
 
@@ -249,12 +291,14 @@ fn measure(
     options: &BenchOptions,
     config: &ModelConfig,
     trainer: &mut Trainer,
+    plan: Option<&MemoryPlan>,
     matmul_tflops: f64,
     trace: Option<&mut Trace>,
 ) -> Result<BenchRow> {
-    let BenchOptions { tokens, pack, warmup, steps, switches, r, .. } = *options;
+    let BenchOptions { tokens, pack, warmup, steps, r, .. } = *options;
+    let switches = trainer.switches();
     let device = trainer.model().device().clone();
-    let lengths = document_lengths(tokens, pack);
+    let lengths = options.lengths();
     let micro_batches = micro_batches(&lengths, pack, config.vocab_size);
     let flops_per_token = flops_per_token(config, &lengths, r);
     let stop = AtomicBool::new(false);
@@ -279,6 +323,7 @@ fn measure(
     let tflops = tokens_per_sec * flops_per_token / 1e12;
     Ok(BenchRow {
         model: options.model.clone(),
+        method: options.method,
         device: device.describe(),
         pack,
         tokens,
@@ -291,6 +336,13 @@ fn measure(
         not_attributed_ms: median.not_attributed_ms,
         peak_bytes: median.memory.peak_bytes,
         memory: median.memory.clone(),
+        driver_bytes: match &device {
+            Device::Cpu(_) => None,
+            Device::Cuda(gpu) => gpu.driver_used_bytes(),
+        },
+        plan: plan
+            .and_then(MemoryPlan::need)
+            .and_then(|need| bench_plan::check(&device, need, device.memory().peak_bytes)),
         launches: median.counters.map(|c| c.launches),
         host_syncs: median.counters.map(|c| c.host_syncs),
         allocations: median.counters.map(|c| c.allocations),

@@ -6,7 +6,10 @@ use serde::Serialize;
 
 use crate::base::error::Result;
 use crate::base::rng::{Philox, unit_f32};
+use crate::formats::nf4::Nf4;
+use crate::formats::safetensors::Dtype;
 use crate::ops::attention::{self, AttentionShape, Qkv, Saved, TileList};
+use crate::ops::nf4::{self, Nf4Weight};
 use crate::ops::qk_norm::{self, QkNorm};
 use crate::ops::rope::{self, RopeTable};
 use crate::ops::{elementwise, matmul, rms_norm, swiglu};
@@ -120,6 +123,22 @@ fn memory_bound(device: &Device, sizes: &Sizes) -> Result<Vec<OpRow>> {
     let ms = time(device, calls, || qk_norm::backward_in_place(device, &norm, &table, &positions, &x, &mut z))?;
     add("qk_norm backward", 3 * rows * hidden, ms);
     drop((x, y, z));
+
+    let outs = [inner, inner];
+    let mut weights = Vec::new();
+    for (i, &out) in outs.iter().enumerate() {
+        let values = random(device, &[out, hidden]).to_vec();
+        let stored = Nf4::quantize("gate or up", &values, &[out, hidden], Dtype::BF16, true)?;
+        let mut weight = Nf4Weight::room(device, out, hidden, true);
+        weight.set(device, &stored);
+        weights.push((i * inner, weight));
+    }
+    let weights: Vec<(usize, &Nf4Weight)> = weights.iter().map(|(row, weight)| (*row, weight)).collect();
+    let mut matrix = device.empty(SCRATCH, &[2 * inner, hidden]);
+    let ms = time(device, calls, || nf4::dequantize(device, &weights, None, &mut matrix))?;
+    // A value and a quarter for each: 2 bytes written, half a byte read.
+    add("dequantize NF4", 2 * inner * hidden * 5 / 4, ms);
+    drop((weights, matrix));
 
     let mut gate_up = random(device, &[rows / 4, device.stride(2 * inner + 32)]);
     let mut act = device.empty(SCRATCH, &[rows / 4, device.stride(inner + 16)]);

@@ -101,7 +101,7 @@ pub fn inspect(path: &Path) -> Result<ModelInfo> {
     }
     if let Some(quantized) = checkpoint.quantized() {
         warnings.push(format!(
-            "stored in 4 bits (NF4), but held dequantized while training: {} of weights on a GPU, {} on the CPU",
+            "stored in 4 bits (NF4): QLoRA keeps them so; other methods hold them dequantized, {} of weights on a GPU, {} on the CPU",
             units::bytes(quantized.num_elements * 2),
             units::bytes(quantized.num_elements * 4)
         ));

@@ -2,8 +2,10 @@
 
 pub mod bench;
 pub mod bench_ops;
+pub mod bench_plan;
 pub mod compare;
 pub mod config;
+pub mod estimate;
 pub mod event;
 mod event_sink;
 pub mod handle;

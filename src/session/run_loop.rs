@@ -2,6 +2,7 @@
 
 mod eta;
 pub(super) mod preparing;
+mod rehearsal;
 mod saving;
 
 use std::collections::VecDeque;
@@ -67,7 +68,12 @@ impl<'a> Training<'a> {
     fn run(mut self) -> Result<Outcome> {
         self.context.sink.emit(RunEvent::Started(self.prepared.info.clone()));
         self.tell_choices();
-        let ended = self.train();
+        let ended = match rehearsal::rehearse(&mut self.prepared, self.context) {
+            Ok(true) => self.train(),
+            Ok(false) => Ok(Ended::Stopped),
+            Err(error) => Err(error),
+        };
+        let ended = ended.map_err(|error| rehearsal::with_way_out(error, self.prepared.planned.as_ref()));
         // However it ended, the last step is told.
         let ended = match (ended, self.flush()) {
             (Ok(ended), Ok(())) => Ok(ended),

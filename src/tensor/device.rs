@@ -5,11 +5,11 @@ use std::sync::Arc;
 use anyhow::Context as _;
 
 use super::clock::{PhaseClock, Script};
-use super::cuda::{CounterValues, CudaDevice, EventClock, Graph, PassScope};
+use super::cuda::{CounterValues, CudaDevice, EventClock, Graph, PassScope, RecordingFacts};
 use super::dtype::{DType, Precision};
 use super::memory::{Ledger, MemoryCategory, MemoryReport};
 use super::pool::CpuPool;
-use super::storage::{IndexStorage, Indices, Storage, Tensor, is_pooled};
+use super::storage::{ByteStorage, Bytes, IndexStorage, Indices, Storage, Tensor, is_pooled};
 use crate::base::error::{NoDevice, Result};
 
 /// A device to train on. Cheap to clone: clones share memory accounting and clock.
@@ -118,9 +118,33 @@ impl Device {
     /// # Errors
     /// As [`Self::cuda`].
     pub fn cuda_within(vram_limit_bytes: Option<u64>) -> Result<Self, NoDevice> {
-        let device = CudaDevice::new(vram_limit_bytes)?;
+        Ok(Self::on(CudaDevice::new(vram_limit_bytes)?))
+    }
+
+    /// A GPU without a driver, on which a step takes the memory that it takes on a real one, and nothing is computed: for plans.
+    pub fn recording(facts: RecordingFacts) -> Self {
+        Self::on(CudaDevice::recording(facts))
+    }
+
+    fn on(device: CudaDevice) -> Self {
         let clock = Arc::new(PhaseClock::on_device(EventClock::new(device.clone())));
-        Ok(Self::Cuda(Gpu { device, clock }))
+        Self::Cuda(Gpu { device, clock })
+    }
+
+    /// Whether tensors hold the values they are given. On a recording device they hold none, so whoever would make many for it need not.
+    pub fn keeps_values(&self) -> bool {
+        !matches!(self, Self::Cuda(gpu) if gpu.recording_facts().is_some())
+    }
+
+    /// Host memory that could be had without swapping, in bytes, where that is known; on a recording device that of the machine it stands for.
+    pub fn available_host_bytes(&self) -> Option<u64> {
+        match self {
+            Self::Cuda(gpu) => match gpu.recording_facts() {
+                Some(facts) => facts.host_bytes,
+                None => super::memory::available_host_bytes(),
+            },
+            Self::Cpu(_) => super::memory::available_host_bytes(),
+        }
     }
 
     /// The device in words: `CPU, 8 threads, f32`.
@@ -354,6 +378,20 @@ impl Device {
                 let bytes = len * size_of::<i32>();
                 let charge = gpu.ledger().charge(category, bytes as u64);
                 Indices::from_parts(IndexStorage::Cuda(gpu.alloc(category, bytes)), len, charge)
+            }
+        }
+    }
+
+    /// Room for `len` bytes; zeros on the CPU, not set on a GPU.
+    pub fn empty_bytes(&self, category: MemoryCategory, len: usize) -> Bytes {
+        match self {
+            Self::Cpu(cpu) => {
+                let charge = cpu.inner.ledger.charge(category, len as u64);
+                Bytes::from_parts(ByteStorage::Host(vec![0; len]), len, charge)
+            }
+            Self::Cuda(gpu) => {
+                let charge = gpu.ledger().charge(category, len as u64);
+                Bytes::from_parts(ByteStorage::Cuda(gpu.alloc(category, len)), len, charge)
             }
         }
     }

@@ -1,7 +1,7 @@
 //! Memory accounting: every allocation belongs to a category, and every category has a now and a peak.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
@@ -86,16 +86,34 @@ pub struct Ledger {
     peak: [AtomicU64; MemoryCategory::ALL.len()],
     total_now: AtomicU64,
     total_peak: AtomicU64,
+    /// What was allocated when most was, where that is noted.
+    at_peak: Option<Mutex<[u64; MemoryCategory::ALL.len()]>>,
 }
 
 impl Ledger {
+    /// A ledger that notes what was allocated when most was ([`Self::at_peak`]); for one thread.
+    pub fn noting_peak() -> Self {
+        Self { at_peak: Some(Mutex::default()), ..Self::default() }
+    }
+
+    /// Bytes of each category at the moment at which most was allocated, in the order of [`MemoryCategory::ALL`]: they add up to the peak. `None`
+    /// unless that is noted.
+    pub fn at_peak(&self) -> Option<Vec<(MemoryCategory, u64)>> {
+        let noted = *self.at_peak.as_ref()?.lock().unwrap_or_else(PoisonError::into_inner);
+        Some(MemoryCategory::ALL.into_iter().map(|category| (category, noted[category as usize])).collect())
+    }
+
     /// Books `bytes` under `category` until the returned charge is dropped.
     pub fn charge(self: &Arc<Self>, category: MemoryCategory, bytes: u64) -> Charge {
         let i = category as usize;
         let now = self.now[i].fetch_add(bytes, Ordering::Relaxed) + bytes;
         self.peak[i].fetch_max(now, Ordering::Relaxed);
         let total = self.total_now.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        self.total_peak.fetch_max(total, Ordering::Relaxed);
+        let before = self.total_peak.fetch_max(total, Ordering::Relaxed);
+        if let Some(at_peak) = self.at_peak.as_ref().filter(|_| total > before) {
+            *at_peak.lock().unwrap_or_else(PoisonError::into_inner) =
+                std::array::from_fn(|i| self.now[i].load(Ordering::Relaxed));
+        }
         Charge { ledger: Arc::clone(self), category, bytes }
     }
 
@@ -186,5 +204,21 @@ mod tests {
         assert_eq!(report.categories.iter().map(|c| c.peak_bytes).sum::<u64>(), 40);
         drop(b);
         assert_eq!(ledger.report().now_bytes, 0);
+        assert_eq!(ledger.at_peak(), None, "nobody asked for it");
+    }
+
+    #[test]
+    fn what_was_allocated_at_the_peak_adds_up_to_it() {
+        let ledger = Arc::new(Ledger::noting_peak());
+        let _weights = ledger.charge(MemoryCategory::Weights, 100);
+        let activations = ledger.charge(MemoryCategory::Activations, 60);
+        drop(activations);
+        let workspace = ledger.charge(MemoryCategory::Workspace, 50);
+        drop(workspace);
+        let _equal = ledger.charge(MemoryCategory::Workspace, 60);
+        let at_peak: Vec<(MemoryCategory, u64)> =
+            ledger.at_peak().unwrap().into_iter().filter(|(_, bytes)| *bytes > 0).collect();
+        assert_eq!(at_peak, [(MemoryCategory::Weights, 100), (MemoryCategory::Activations, 60)]);
+        assert_eq!(at_peak.iter().map(|(_, bytes)| bytes).sum::<u64>(), ledger.report().peak_bytes);
     }
 }

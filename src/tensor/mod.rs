@@ -17,5 +17,5 @@ mod storage;
 pub use device::{CpuDevice, Device, Gpu, Segment};
 pub use dtype::{DType, Precision};
 pub use memory::MemoryCategory;
-pub use storage::{Indices, Tensor};
+pub use storage::{Bytes, Indices, Tensor};
 pub use view::{View, ViewMut};

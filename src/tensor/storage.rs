@@ -270,3 +270,67 @@ impl Indices {
         }
     }
 }
+
+/// Bytes on one device: codes of quantized weights.
+#[derive(Debug)]
+pub struct Bytes {
+    storage: ByteStorage,
+    len: usize,
+    _charge: Charge,
+}
+
+#[derive(Debug)]
+pub(super) enum ByteStorage {
+    Host(Vec<u8>),
+    Cuda(CudaBuffer),
+}
+
+impl Bytes {
+    /// Wraps `len` bytes that were just allocated.
+    pub(super) fn from_parts(storage: ByteStorage, len: usize, charge: Charge) -> Self {
+        Self { storage, len, _charge: charge }
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// A copy on the host. From a GPU this waits for the device.
+    pub fn to_vec(&self) -> Vec<u8> {
+        match &self.storage {
+            ByteStorage::Host(data) => data.clone(),
+            ByteStorage::Cuda(buffer) => buffer.device().download(buffer.pointer(), self.len),
+        }
+    }
+
+    /// Replaces them all.
+    pub fn set(&mut self, bytes: &[u8]) {
+        assert_eq!(bytes.len(), self.len, "bytes of another number");
+        match &mut self.storage {
+            ByteStorage::Host(data) => data.copy_from_slice(bytes),
+            ByteStorage::Cuda(buffer) => buffer.device().upload(buffer.pointer(), bytes),
+        }
+    }
+
+    /// The bytes on the CPU. CPU forms of operations get no other kind.
+    pub fn u8s(&self) -> &[u8] {
+        match &self.storage {
+            ByteStorage::Host(data) => data,
+            ByteStorage::Cuda(_) => unreachable!("a CPU form was given bytes of a GPU"),
+        }
+    }
+
+    /// Address on the GPU. Launchers get no other kind.
+    pub fn pointer(&self) -> u64 {
+        match &self.storage {
+            ByteStorage::Host(_) => unreachable!("a launcher was given bytes of the CPU"),
+            ByteStorage::Cuda(buffer) => buffer.pointer(),
+        }
+    }
+}

@@ -112,7 +112,7 @@ mod tests {
         let padded = padded(&batch);
         assert_eq!(padded.total_tokens(), 48);
         let mut model = tiny(&cpu(2), &json!({"tie_word_embeddings": true}));
-        model.train_everything();
+        model.train_everything().unwrap();
         for path in [AttentionPath::Varlen, AttentionPath::Masked] {
             model.set_attention_path(path);
             let run = |batch: &PackedBatch| {

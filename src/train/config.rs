@@ -5,7 +5,9 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 pub use crate::model::metadata::MetadataPolicy;
-pub use crate::model::policy::{Activations, AttentionPath, MemoryPolicy, Metadata, OffloadPolicy};
+pub use crate::model::policy::{
+    Activations, AttentionPath, Dequantized, MemoryPolicy, Metadata, OffloadPolicy, WeightFormat,
+};
 pub use crate::tensor::dtype::Precision;
 
 /// Which parameters train.
@@ -15,16 +17,27 @@ pub enum MethodKind {
     /// Low-rank adapters on frozen weights.
     #[default]
     Lora,
+    /// Low-rank adapters on frozen weights that are quantized to NF4 (arXiv 2305.14314).
+    Qlora,
     /// Every parameter of the model.
     Full,
+}
+
+impl MethodKind {
+    /// Whether adapters train, and nothing else.
+    pub fn has_adapters(self) -> bool {
+        matches!(self, Self::Lora | Self::Qlora)
+    }
 }
 
 /// `[method]`: which parameters train, and the adapter's shape (names as in PEFT).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct MethodConfig {
-    /// `lora` or `full`.
+    /// `lora`, `qlora` or `full`.
     pub kind: MethodKind,
+    /// With `qlora`, quantize the scales of blocks as well: 0.4 bits less a weight.
+    pub double_quant: bool,
     /// Rank of the adapters.
     pub r: usize,
     /// Scale numerator: the adapter is scaled by `lora_alpha / r`, or `lora_alpha / √r` with `use_rslora`.
@@ -41,10 +54,21 @@ pub struct MethodConfig {
     pub init_adapter: Option<PathBuf>,
 }
 
+impl MethodConfig {
+    /// How the weights of linear layers are held, those in 4 bits dequantized to where `dequantized` says.
+    pub fn weight_format(&self, dequantized: Dequantized) -> WeightFormat {
+        match self.kind {
+            MethodKind::Lora | MethodKind::Full => WeightFormat::Plain,
+            MethodKind::Qlora => WeightFormat::Nf4 { double_quant: self.double_quant, dequantized },
+        }
+    }
+}
+
 impl Default for MethodConfig {
     fn default() -> Self {
         Self {
             kind: MethodKind::Lora,
+            double_quant: true,
             r: 16,
             lora_alpha: 32.0,
             lora_dropout: 0.0,
@@ -264,6 +288,13 @@ pub struct TrainConfig {
     pub threads: usize,
     /// GiB of the GPU's memory to use at most, the driver's own part included: trains as on a smaller card. 0 means all that is free.
     pub vram_limit_gib: f64,
+}
+
+impl TrainConfig {
+    /// [`Self::vram_limit_gib`] in bytes; `None` where all that is free may be used.
+    pub fn vram_limit_bytes(&self) -> Option<u64> {
+        (self.vram_limit_gib > 0.0).then_some((self.vram_limit_gib * f64::from(1 << 30)) as u64)
+    }
 }
 
 impl Default for TrainConfig {

@@ -1,8 +1,9 @@
-//! Training: configuration, trainer, optimizer, schedule, evaluation, report.
+//! Training: configuration, memory plan, trainer, optimizer, schedule, evaluation, report.
 
 pub mod batch;
 pub mod config;
 pub mod optimizer;
+pub mod plan;
 pub mod report;
 pub mod schedule;
 pub mod snapshot;

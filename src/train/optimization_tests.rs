@@ -239,6 +239,25 @@ fn a_step_without_memory_for_two_buffers_is_taken_again_with_one() {
 }
 
 #[test]
+fn a_rehearsal_changes_no_step() {
+    for activations in [Activations::Recompute, Activations::Offload] {
+        let switches = Switches { activations, offload: offload(2), ..Switches::default() };
+        let mut reference = trainer(&cpu(1), MethodKind::Lora, switches);
+        let mut rehearsed = trainer(&cpu(1), MethodKind::Lora, switches);
+        assert!(rehearsed.rehearse(&batches(&[30, 20])[0], &NEVER).unwrap());
+        assert_eq!(rehearsed.steps_done(), 0);
+        assert_eq!(bits(&steps(&mut rehearsed, 3)), bits(&steps(&mut reference, 3)));
+        assert!(!rehearsed.rehearse(&batches(&[30])[0], &AtomicBool::new(true)).unwrap(), "it can be stopped");
+    }
+    // Where memory runs out with two buffers there is one from then on.
+    let switches = Switches { activations: Activations::Offload, offload: offload(2), ..Switches::default() };
+    let mut trainer = trainer(&cpu(1), MethodKind::Lora, switches);
+    trainer.model.set_offload_faults(Faults { memory_for_two: true, ..Faults::default() });
+    assert!(trainer.rehearse(&batches(&[30])[0], &NEVER).unwrap());
+    assert_eq!(trainer.model().offload_state().buffers.unwrap().0, 1);
+}
+
+#[test]
 fn a_small_batch_beside_a_large_one_is_no_refusal() {
     // The second micro-batch has 14 tokens: with guardrails it would be refused, so the large one must be large.
     let policy = OffloadPolicy { buffers: 2, ..OffloadPolicy::default() };

@@ -11,9 +11,6 @@ use crate::model::offload::OffloadState;
 use crate::model::transformer::Transformer;
 use crate::tensor::Device;
 
-/// Device memory that `auto` leaves free beside what a step needs, in bytes.
-const MARGIN: u64 = 512 << 20;
-
 /// The switches of a trainer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Switches {
@@ -51,48 +48,44 @@ impl Switches {
     }
 }
 
-/// What blocks should keep for batches of at most `tokens` tokens, and why: the fastest that fits into the memory that is free now.
+/// What blocks should keep on the CPU for batches of at most `tokens` tokens, and why. On a GPU the [plan](super::plan) says it.
 ///
-/// The estimate counts what blocks keep (their input, q, k, v, attention's output, the stream between attention and MLP, gate and up) and one more
+/// The estimate counts what blocks keep (their input, q, k, v, attention's output, the stream between attention and MLP, gate and up) and
 /// two blocks more for what a backward pass works with.
-pub fn choose_activations(model: &Transformer, tokens: usize) -> (Activations, String) {
+pub fn choose_on_cpu(model: &Transformer, tokens: usize) -> (Activations, String) {
     let config = model.config();
     let (device, layers, hidden) = (model.device(), config.num_hidden_layers as u64, config.hidden_size);
     let value = device.dtype().num_bytes() as u64;
-    let inputs = tokens as u64 * hidden as u64 * value;
     let block = tokens as u64
         * (2 * hidden + 2 * config.q_size() + 2 * config.kv_size() + 2 * config.intermediate_size) as u64
         * value;
     let Some(free) = device.available_bytes() else {
         return (Activations::Recompute, "the system does not say how much memory is free".into());
     };
-    let on_gpu = matches!(device, Device::Cuda(_));
     // The host's memory is everybody's: half of what is free is enough to take.
-    let free = if on_gpu { free.saturating_sub(MARGIN) } else { free / 2 };
-    let work = 2 * block;
-    let (keep, recompute) = (layers * block + work, layers * inputs + work);
-    let (of, is) = (units::bytes(free), |bytes| units::bytes(bytes));
+    let (free, keep) = (free / 2, (layers + 2) * block);
+    let (of, is) = (units::bytes(free), units::bytes(keep));
     if keep <= free {
-        return (Activations::Keep, format!("{} for all blocks fit into {of}", is(keep)));
-    }
-    let why = format!("keeping all would need {}, and {of} are free", is(keep));
-    if recompute <= free || !on_gpu {
-        return (Activations::Recompute, why);
-    }
-    match model.can_offload(tokens) {
-        Ok(()) => (Activations::Offload, format!("inputs of blocks would need {}, and {of} are free", is(recompute))),
-        Err(against) => (Activations::Recompute, format!("{why}; nothing is offloaded, because {against}")),
+        (Activations::Keep, format!("{is} for all blocks fit into {of}"))
+    } else {
+        (Activations::Recompute, format!("keeping all would need {is}, and {of} are free"))
     }
 }
 
-/// Which optimizations are on, and why. `unrecorded` says why passes are not recorded although that is asked for; `activations_why` why blocks keep
-/// what they keep.
-pub fn choices(
-    switches: &Switches,
-    model: &Transformer,
-    unrecorded: Option<&str>,
-    activations_why: Option<&str>,
-) -> Vec<Choice> {
+/// Reasons that a trainer knows beside those of its model.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Reasons<'a> {
+    /// Why passes are not recorded although that is asked for.
+    pub unrecorded: Option<&'a str>,
+    /// Why blocks keep what they keep.
+    pub activations: Option<&'a str>,
+    /// Why there is one buffer for what comes back.
+    pub one_buffer: Option<&'a str>,
+}
+
+/// Which optimizations are on, and why.
+pub fn choices(switches: &Switches, model: &Transformer, reasons: Reasons<'_>) -> Vec<Choice> {
+    let Reasons { unrecorded, activations: activations_why, one_buffer } = reasons;
     let on_gpu = matches!(model.device(), Device::Cuda(_));
     let offload = model.offload_state();
     let of = |optimization| {
@@ -121,6 +114,9 @@ pub fn choices(
                 (false, false, "no activations are offloaded".to_owned())
             }
             Optimization::DoubleBuffer => match &offload.buffers {
+                Some((1, _)) if switches.offload.buffers == 1 && one_buffer.is_some() => {
+                    (false, true, one_buffer.unwrap_or_default().to_owned())
+                }
                 Some((buffers, why)) => (*buffers == 2, true, why.clone()),
                 None => (switches.offload.buffers != 1, true, "chosen in the first backward pass".into()),
             },

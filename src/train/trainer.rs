@@ -1,5 +1,7 @@
 //! The trainer: micro-batches to one optimizer update, and evaluation. Stop 7 of the walk.
 
+mod rehearsal;
+
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -9,10 +11,11 @@ use anyhow::{Context as _, ensure};
 use super::batch::{bucket_on, upload};
 use super::config::{Activations, ActivationsChoice, Metadata, MethodConfig, MethodKind, OptimizerConfig};
 use super::optimizer::{BadGradient, Optimizer};
+use super::plan::{Machine, MemoryPlan, Planner, Workload};
 use super::report::{CacheReport, Choice, CopyReport, EvalReport, StepReport};
 use super::schedule::learning_rate;
 use super::snapshot::Snapshot;
-use super::switches::{self, Switches};
+use super::switches::{self, Reasons, Switches};
 use crate::base::error::{NonFinite, OutOfMemory, Result};
 use crate::data::example::IGNORE_INDEX;
 use crate::data::pack::PackedBatch;
@@ -51,7 +54,7 @@ pub struct TrainerSetup {
 pub fn lora_spec(method: &MethodConfig) -> Option<LoraSpec> {
     match method.kind {
         MethodKind::Full => None,
-        MethodKind::Lora => Some(LoraSpec {
+        MethodKind::Lora | MethodKind::Qlora => Some(LoraSpec {
             r: method.r,
             scale: LoraSpec::scale(method.r, method.lora_alpha, method.use_rslora),
             dropout: method.lora_dropout,
@@ -66,8 +69,9 @@ pub fn lora_spec(method: &MethodConfig) -> Option<LoraSpec> {
 pub struct Trainer {
     /// Passes recorded so far. They read the model and write the gradients, so they go before those.
     recordings: Recordings,
-    /// Why blocks keep what they keep, where Tandem chose it.
+    /// Why blocks keep what they keep, where Tandem chose it, and why there is one buffer.
     activations_why: Option<String>,
+    one_buffer_why: Option<String>,
     /// The choices that were taken last.
     told_choices: Vec<Choice>,
     model: Transformer,
@@ -125,7 +129,7 @@ impl Trainer {
     /// When the method does not fit the model.
     pub fn new(mut model: Transformer, setup: TrainerSetup) -> Result<Self> {
         match lora_spec(&setup.method) {
-            None => model.train_everything(),
+            None => model.train_everything().context("[method] does not fit this model")?,
             Some(spec) => model.add_lora(&spec, setup.seed).context("[method] does not fit this model")?,
         }
         let grads = Grads::new(model.params());
@@ -135,6 +139,7 @@ impl Trainer {
         let mut trainer = Self {
             recordings,
             activations_why: None,
+            one_buffer_why: None,
             told_choices: Vec::new(),
             model,
             setup,
@@ -173,6 +178,9 @@ impl Trainer {
         if switches.activations != self.setup.switches.activations {
             self.activations_why = None;
         }
+        if switches.offload != self.setup.switches.offload {
+            self.one_buffer_why = None;
+        }
         self.setup.switches = switches;
         self.apply_switches();
     }
@@ -188,21 +196,48 @@ impl Trainer {
 
     /// Chooses what blocks keep, for batches of at most `tokens` tokens: what was asked for, or the fastest that fits.
     pub fn choose_activations(&mut self, asked: ActivationsChoice, tokens: usize) {
-        let chosen = match asked.fixed() {
-            Some(activations) => (activations, "set in the configuration".to_owned()),
-            None => switches::choose_activations(&self.model, tokens),
+        let (activations, why) = match (asked.fixed(), self.model.device()) {
+            (Some(activations), _) => (activations, "set in the configuration".to_owned()),
+            (None, Device::Cpu(_)) => switches::choose_on_cpu(&self.model, tokens),
+            (None, Device::Cuda(gpu)) => {
+                let planner = Planner {
+                    config: self.model.config().clone(),
+                    setup: self.setup.clone(),
+                    activations: asked,
+                    work: Workload { tokens, longest: tokens, batches: 1 },
+                    machine: Machine::of(gpu),
+                };
+                return self.follow(&planner.plan());
+            }
         };
-        self.setup.switches.activations = chosen.0;
-        if chosen.0 == Activations::Offload {
+        self.setup.switches.activations = activations;
+        self.activations_why = Some(why);
+        self.prepare_offload(tokens);
+    }
+
+    /// Trains in the way that a plan chose.
+    pub fn follow(&mut self, plan: &MemoryPlan) {
+        self.set_switches(plan.choice().switches);
+        self.activations_why = Some(plan.why.clone());
+        self.one_buffer_why = Some(plan.why.clone());
+        self.prepare_offload(plan.work.tokens);
+    }
+
+    fn prepare_offload(&self, tokens: usize) {
+        if self.setup.switches.activations == Activations::Offload {
             // Page-locking takes time, and what is refused is to be known before the first step.
             self.model.prepare_offload(bucket_on(self.model.device(), tokens));
         }
-        self.activations_why = Some(chosen.1);
     }
 
     /// Which optimizations are on, and why.
     pub fn choices(&self) -> Vec<Choice> {
-        switches::choices(&self.setup.switches, &self.model, self.recordings.unused(), self.activations_why.as_deref())
+        let reasons = Reasons {
+            unrecorded: self.recordings.unused(),
+            activations: self.activations_why.as_deref(),
+            one_buffer: self.one_buffer_why.as_deref(),
+        };
+        switches::choices(&self.setup.switches, &self.model, reasons)
     }
 
     /// As [`Self::choices`], when they are others than at the last call: for a log.
@@ -258,16 +293,20 @@ impl Trainer {
     /// [`NonFinite`] when the loss or a gradient is NaN or infinite: no update is made, neither in that step nor in one that was queued behind
     /// it, and on a GPU no more steps are taken. An error when a batch does not fit the model; the report of the step before is not lost then.
     pub fn step(&mut self, micro_batches: &[PackedBatch], data_wait_ms: f64, stop: &AtomicBool) -> Result<Stepped> {
-        let stepped = self.try_step(micro_batches, data_wait_ms, stop);
-        match stepped {
+        self.again_with_one_buffer(|trainer| trainer.try_step(micro_batches, data_wait_ms, stop))
+    }
+
+    /// Does `work`, and where memory runs out with two device buffers, again with one.
+    fn again_with_one_buffer<R>(&mut self, mut work: impl FnMut(&mut Self) -> Result<R>) -> Result<R> {
+        match work(self) {
             Err(error)
                 if error.is::<OutOfMemory>()
                     && self.setup.switches.activations == Activations::Offload
                     && self.model.drop_second_buffer(format!("{error:#}")) =>
             {
-                self.try_step(micro_batches, data_wait_ms, stop)
+                work(self)
             }
-            stepped => stepped,
+            done => done,
         }
     }
 

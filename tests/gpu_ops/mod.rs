@@ -5,6 +5,7 @@
 
 mod attention;
 mod heads;
+mod nf4;
 mod products;
 
 use tandem::base::rng::{Philox, unit_f32};

@@ -1,12 +1,14 @@
 //! The switches on a GPU: none changes a bit, and what is refused or fails is said.
 
+mod qlora;
+
 use serde_json::json;
 use tandem::base::error::{OutOfMemory, Result};
 use tandem::base::rng::{Philox, unit_f32};
 use tandem::model::config::ModelConfig;
 use tandem::model::metadata::MetadataPolicy;
 use tandem::model::policy::Metadata;
-use tandem::model::transformer::Transformer;
+use tandem::model::transformer::{Form, Transformer};
 use tandem::tensor::offload::{Carrier, Faults};
 use tandem::tensor::{Device, MemoryCategory, Tensor};
 use tandem::train::config::{Activations, AttentionPath, MemoryPolicy, MethodConfig, OffloadPolicy, OptimizerConfig};
@@ -217,7 +219,7 @@ fn large_enough(
     });
     let config = ModelConfig::from_hf_json(&config.to_string()).unwrap();
     let method = MethodConfig::default();
-    let model = Transformer::random(&config, device, lora_spec(&method).as_ref(), 1)?;
+    let model = Transformer::random(&config, device, Form { lora: lora_spec(&method).as_ref(), ..Form::default() }, 1)?;
     let switches = Switches { activations, offload, ..Switches::default() };
     let optimizer = OptimizerConfig::default();
     let mut trainer = Trainer::new(model, TrainerSetup { method, optimizer, switches, seed: 1, total_steps: 9 })?;

@@ -150,6 +150,14 @@ impl Family {
 
     /// As [`Self::lora_trainer`], with or without CUDA graphs.
     pub fn lora_trainer_with(&self, device: &Device, activations: Activations, cuda_graphs: bool) -> Trainer {
+        let setup = self.setup(self.method(), activations, cuda_graphs);
+        let mut trainer = Trainer::new(self.model(device), setup).unwrap();
+        set_adapters(&mut trainer, &self.case);
+        trainer
+    }
+
+    /// How the reference's adapter was trained.
+    pub fn setup(&self, method: MethodConfig, activations: Activations, cuda_graphs: bool) -> TrainerSetup {
         let optimizer = OptimizerConfig {
             lr: 1e-2,
             weight_decay: 0.01,
@@ -158,10 +166,7 @@ impl Family {
             ..OptimizerConfig::default()
         };
         let switches = Switches { activations, cuda_graphs, ..Switches::default() };
-        let setup = TrainerSetup { method: self.method(), optimizer, switches, seed: 0, total_steps: 6 };
-        let mut trainer = Trainer::new(self.model(device), setup).unwrap();
-        set_adapters(&mut trainer, &self.case);
-        trainer
+        TrainerSetup { method, optimizer, switches, seed: 0, total_steps: 6 }
     }
 }
 
@@ -192,7 +197,7 @@ pub fn full_gradients(
     weight: f32,
     activations: Activations,
 ) -> (f64, Grads) {
-    model.train_everything();
+    model.train_everything().unwrap();
     let mut grads = Grads::new(model.params());
     let mut loss = LossSum::new(model.device());
     for batch in batches {

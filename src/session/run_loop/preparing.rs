@@ -4,23 +4,26 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use anyhow::ensure;
+use anyhow::{bail, ensure};
 
 use super::saving;
 use crate::base::error::Result;
 use crate::base::units;
 use crate::data::loader::{Cursor, Loader};
 use crate::data::pack::PackedBatch;
+use crate::model::config::ModelConfig;
 use crate::model::loading::{Checkpoint, Quantized};
-use crate::model::transformer::Transformer;
+use crate::model::transformer::{Form, Transformer};
 use crate::session::config::RunConfig;
+use crate::session::estimate;
 use crate::session::event::{NoteLevel, RunEvent, RunInfo};
 use crate::session::handle::RunContext;
 use crate::session::run_folder;
 use crate::session::training_data::{self, Progress, TrainingData};
-use crate::tensor::device::Device;
+use crate::tensor::device::{Device, Gpu};
 use crate::tensor::dtype::DType;
-use crate::train::config::{DeviceChoice, MethodConfig, MethodKind};
+use crate::train::config::{Dequantized, DeviceChoice, MethodConfig, MethodKind};
+use crate::train::plan::{Machine, MemoryPlan, Planner};
 use crate::train::switches::Switches;
 use crate::train::trainer::{Trainer, TrainerSetup, lora_spec};
 
@@ -31,6 +34,8 @@ const TELL_EVERY: Duration = Duration::from_millis(100);
 pub(super) struct Prepared {
     pub checkpoint: Checkpoint,
     pub trainer: Trainer,
+    /// On a GPU.
+    pub planned: Option<Planned>,
     pub loader: Loader,
     pub eval_batches: Vec<PackedBatch>,
     /// Tokens of documents that a step holds on average.
@@ -42,7 +47,14 @@ pub(super) struct Prepared {
 pub(in crate::session) struct Loaded {
     pub checkpoint: Checkpoint,
     pub trainer: Trainer,
+    pub planned: Option<Planned>,
     pub data: TrainingData,
+}
+
+/// The memory plan of a run, and what it was made with.
+pub(in crate::session) struct Planned {
+    pub planner: Planner,
+    pub plan: MemoryPlan,
 }
 
 /// Hears what happens while that is loaded.
@@ -85,7 +97,7 @@ pub(in crate::session) fn load(
     let device = choose_device(config, note)?;
     stages.tell("opening the model", 0, 0);
     let checkpoint = Checkpoint::open(&config.model.path)?;
-    if let Some(quantized) = checkpoint.quantized() {
+    if let Some(quantized) = checkpoint.quantized().filter(|_| config.method.kind != MethodKind::Qlora) {
         note(NoteLevel::Info, held_dequantized(&quantized, &device));
     }
     let builder = training_data::example_builder(config)?;
@@ -96,10 +108,14 @@ pub(in crate::session) fn load(
     }
     check_fits(&data, &checkpoint, note)?;
 
+    let planned = match &device {
+        Device::Cpu(_) => None,
+        Device::Cuda(gpu) => Some(plan(config, checkpoint.config(), &data, gpu, note)?),
+    };
     let model = Transformer::load_unless_stopped(
         &checkpoint,
         &device,
-        lora_spec(&config.method).as_ref(),
+        Form { lora: lora_spec(&config.method).as_ref(), weights: config.method.weight_format(Dequantized::Scratch) },
         &mut |done, total| stages.tell("loading weights", done, total),
         stop,
     )?;
@@ -114,11 +130,14 @@ pub(in crate::session) fn load(
             total_steps: data.plan.total_steps(),
         },
     )?;
-    trainer.choose_activations(config.train.activations, config.packing.pack_len);
+    match &planned {
+        Some(planned) => trainer.follow(&planned.plan),
+        None => trainer.choose_activations(config.train.activations, config.packing.pack_len),
+    }
     if let Some(folder) = &config.method.init_adapter {
         saving::set_init_adapter(&mut trainer, &config.method, folder)?;
     }
-    Ok(Some(Loaded { checkpoint, trainer, data }))
+    Ok(Some(Loaded { checkpoint, trainer, planned, data }))
 }
 
 /// Prepares a run; `None` when it was stopped on the way.
@@ -127,7 +146,7 @@ pub(super) fn prepare(context: &RunContext) -> Result<Option<Prepared>> {
     let stage = |stage: &str, done, total| sink.emit(RunEvent::Preparing { stage: stage.into(), done, total });
     let note = |level, text| sink.note(level, text);
     let loaded = load(config, Listener { stage: &stage, note: &note }, control.stop_flag())?;
-    let Some(Loaded { checkpoint, trainer, data }) = loaded else { return Ok(None) };
+    let Some(Loaded { checkpoint, trainer, planned, data }) = loaded else { return Ok(None) };
     let steps_per_epoch = data.plan.steps_per_epoch() as f64;
     let info = RunInfo {
         name: run_folder::run_name(config),
@@ -146,14 +165,39 @@ pub(super) fn prepare(context: &RunContext) -> Result<Option<Prepared>> {
     };
     let tokens_per_step = data.plan.tokens_per_epoch() as f64 / steps_per_epoch;
     let loader = data.plan.start(Cursor::default())?;
-    Ok(Some(Prepared { checkpoint, trainer, loader, eval_batches: data.eval_batches, tokens_per_step, info }))
+    Ok(Some(Prepared { checkpoint, trainer, planned, loader, eval_batches: data.eval_batches, tokens_per_step, info }))
+}
+
+/// The memory plan of a run on a GPU, whose arenas it is told.
+fn plan(
+    config: &RunConfig,
+    model: &ModelConfig,
+    data: &TrainingData,
+    gpu: &Gpu,
+    note: &dyn Fn(NoteLevel, String),
+) -> Result<Planned> {
+    let work = estimate::workload(config, data);
+    let planner = estimate::planner(config, model, work, Machine::of(gpu), data.plan.total_steps());
+    let plan = planner.plan();
+    let choice = plan.choice();
+    let Some(need) = plan.need() else {
+        bail!("{}", choice.against.as_deref().unwrap_or("nothing could be planned"));
+    };
+    if need.vram_bytes() > plan.vram_bytes {
+        let advice = plan.advice.iter().map(|advice| format!("\n  {advice}"));
+        bail!("the run does not fit into the GPU's memory: {}{}", plan.why, advice.collect::<String>());
+    }
+    let level = if plan.fits() { NoteLevel::Info } else { NoteLevel::Warning };
+    note(level, format!("memory plan: {}; {}", choice.what, plan.why));
+    plan.reserve(gpu);
+    Ok(Planned { planner, plan })
 }
 
 /// The device a configuration asks for; what `auto` decides is told with its reason.
 fn choose_device(config: &RunConfig, note: &dyn Fn(NoteLevel, String)) -> Result<Device> {
     let train = &config.train;
     let cpu = || Device::cpu(train.threads, train.precision);
-    let limit = (train.vram_limit_gib > 0.0).then_some((train.vram_limit_gib * f64::from(1 << 30)) as u64);
+    let limit = train.vram_limit_bytes();
     match train.device {
         DeviceChoice::Cpu => cpu(),
         DeviceChoice::Cuda => Device::cuda_within(limit).map_err(|reason| {
@@ -181,7 +225,7 @@ fn held_dequantized(quantized: &Quantized, device: &Device) -> String {
         DType::Bf16 => "bf16",
     };
     format!(
-        "{} weights are stored in 4 bits (NF4, {}); Tandem does not train in 4 bits yet, so they are held dequantized in {name}: {}",
+        "{} weights are stored in 4 bits (NF4, {}); they are held dequantized in {name}: {}. kind = \"qlora\" in [method] keeps them in 4 bits",
         quantized.num_weights,
         units::bytes(quantized.num_bytes),
         units::bytes(quantized.num_elements * dtype.num_bytes() as u64)
@@ -215,10 +259,15 @@ fn check_fits(data: &TrainingData, checkpoint: &Checkpoint, note: &dyn Fn(NoteLe
 }
 
 /// One line on the method.
-fn describe_method(method: &MethodConfig) -> String {
+pub(in crate::session) fn describe_method(method: &MethodConfig) -> String {
     match method.kind {
         MethodKind::Full => "full fine-tuning".into(),
-        MethodKind::Lora if method.use_rslora => format!("LoRA r{} (rsLoRA)", method.r),
-        MethodKind::Lora => format!("LoRA r{}", method.r),
+        MethodKind::Lora => describe_adapters("LoRA", method),
+        MethodKind::Qlora => describe_adapters("QLoRA", method),
     }
+}
+
+fn describe_adapters(kind: &str, method: &MethodConfig) -> String {
+    let scale = if method.use_rslora { " (rsLoRA)" } else { "" };
+    format!("{kind} r{}{scale}", method.r)
 }

@@ -37,7 +37,7 @@ pub(super) fn save(
 ) -> Result<Saved> {
     let model = trainer.model();
     match method.kind {
-        MethodKind::Lora => {
+        MethodKind::Lora | MethodKind::Qlora => {
             let path = folder.join(format!("adapter{suffix}"));
             adapter::save(&weights(model, method, checkpoint.path())?, &path)?;
             Ok(Saved { path, notes: Vec::new() })

@@ -2,6 +2,9 @@
 //!
 //! A device has two arenas: one for what lasts, one for the passes of a model ([`Pool`]). Between two passes all of the second is free, so the
 //! addresses that a graph was recorded with are its own while it runs.
+//!
+//! The same allocations get the same places in one slab whatever its size is, as long as it holds them: the end of a slab is taken last. So what a
+//! recording device measures ([`Arena::bytes`]) is what one slab must have ([`Arena::set_first_slab`]), and nothing is lost between slabs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,10 +12,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::{CudaContext, result};
 
+use super::recording::VirtualMemory;
+
 /// Every block starts at and is a multiple of this many bytes: what vector loads and the matrix library want.
 const ALIGN: usize = 512;
 /// Smallest slab asked from the driver.
 const MIN_SLAB: usize = 64 << 20;
+/// What the driver gives is a multiple of this many bytes.
+const GRANULE: usize = 2 << 20;
 
 /// What an arena is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,11 +33,33 @@ pub enum Pool {
 /// Memory of one device for one purpose.
 pub struct Arena {
     pool: Pool,
-    context: Arc<CudaContext>,
-    /// Most bytes the process may hold on the card, the context's own memory included.
-    limit_bytes: Option<u64>,
+    memory: Memory,
     state: Mutex<State>,
     allocations: AtomicU64,
+    /// Bytes of the slab that an empty arena asks for first.
+    first_slab: AtomicU64,
+}
+
+/// Where slabs come from.
+pub(super) enum Memory {
+    /// The driver.
+    Driver {
+        /// Context of the device.
+        context: Arc<CudaContext>,
+        /// Most bytes the process may hold on the card, the context's own memory included.
+        limit_bytes: Option<u64>,
+    },
+    /// Nowhere: a recording device.
+    Virtual(Arc<VirtualMemory>),
+}
+
+/// Bytes of an arena.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ArenaBytes {
+    /// Held in slabs.
+    pub slabs: u64,
+    /// As far as slabs were ever used, from their starts: where there is one slab, what it must have for the same allocations.
+    pub reach: u64,
 }
 
 #[derive(Default)]
@@ -54,6 +83,8 @@ pub struct Snapshot {
 struct Slab {
     pointer: u64,
     bytes: usize,
+    /// Bytes from its start that were ever used.
+    reach: usize,
 }
 
 /// A piece of a slab.
@@ -83,11 +114,14 @@ struct FreeList {
     by_size: BTreeSet<(usize, u64)>,
     /// First addresses of slabs: a range never merges across one.
     slab_starts: BTreeSet<u64>,
+    /// One past the last addresses of slabs.
+    slab_ends: BTreeSet<u64>,
 }
 
 impl FreeList {
     fn add_slab(&mut self, slab: &Slab) {
         self.slab_starts.insert(slab.pointer);
+        self.slab_ends.insert(slab.pointer + slab.bytes as u64);
         self.insert(slab.pointer, slab.bytes);
     }
 
@@ -112,9 +146,12 @@ impl FreeList {
         self.by_size.remove(&(bytes, pointer));
     }
 
-    /// The smallest range that fits, lowest address first; the rest goes back.
+    /// The smallest range that fits, lowest address first; the rest goes back. The range at the end of a slab comes last, however small it is.
     fn take(&mut self, bytes: usize) -> Option<u64> {
-        let &(found, pointer) = self.by_size.range((bytes, 0)..).next()?;
+        let mut fits = self.by_size.range((bytes, 0)..);
+        let first = *fits.clone().next()?;
+        let inner = fits.find(|(bytes, pointer)| !self.slab_ends.contains(&(pointer + *bytes as u64)));
+        let (found, pointer) = inner.copied().unwrap_or(first);
         self.remove(pointer, found);
         if found > bytes {
             self.insert(pointer + bytes as u64, found - bytes);
@@ -128,6 +165,15 @@ impl FreeList {
 }
 
 impl State {
+    fn take(&mut self, bytes: usize) -> Option<u64> {
+        let pointer = self.free.take(bytes)?;
+        let holds = |slab: &&mut Slab| (slab.pointer..slab.pointer + slab.bytes as u64).contains(&pointer);
+        if let Some(slab) = self.slabs.iter_mut().find(holds) {
+            slab.reach = slab.reach.max((pointer - slab.pointer) as usize + bytes);
+        }
+        Some(pointer)
+    }
+
     fn snapshot(&self) -> Snapshot {
         Snapshot { free: self.free.clone(), num_slabs: self.slabs.len(), generation: self.generation }
     }
@@ -156,9 +202,14 @@ impl State {
 }
 
 impl Arena {
-    /// An empty arena. `limit_bytes` bounds what the process may hold on the card.
-    pub fn new(pool: Pool, context: Arc<CudaContext>, limit_bytes: Option<u64>) -> Self {
-        Self { pool, context, limit_bytes, state: Mutex::default(), allocations: AtomicU64::new(0) }
+    /// An empty arena.
+    pub(super) fn new(pool: Pool, memory: Memory) -> Self {
+        Self { pool, memory, state: Mutex::default(), allocations: AtomicU64::new(0), first_slab: AtomicU64::new(0) }
+    }
+
+    /// Lets the arena, whenever it is empty, begin with one slab of at least `bytes` bytes where there is room for it.
+    pub fn set_first_slab(&self, bytes: u64) {
+        self.first_slab.store(bytes, Ordering::Relaxed);
     }
 
     /// Memory for `bytes` bytes.
@@ -168,17 +219,26 @@ impl Arena {
     pub fn alloc(&self, bytes: usize) -> Result<Block, u64> {
         let bytes = bytes.next_multiple_of(ALIGN);
         let mut state = self.lock();
-        if let Some(pointer) = state.free.take(bytes) {
+        if let Some(pointer) = state.take(bytes) {
             return Ok(Block { pool: self.pool, pointer, bytes });
         }
-        let slab = self.grow(bytes.max(MIN_SLAB)).or_else(|| self.grow(bytes.next_multiple_of(2 << 20)));
+        let (usual, least) = (bytes.max(MIN_SLAB), bytes.next_multiple_of(GRANULE));
+        let first = if state.slabs.is_empty() { self.first_slab.load(Ordering::Relaxed) as usize } else { 0 };
+        let first = (first >= bytes).then(|| self.grow(first)).flatten();
+        let slab = first.or_else(|| self.grow(usual)).or_else(|| self.grow(least));
         let Some(slab) = slab else {
             let free = self.room();
             return Err(free + state.free.free_bytes());
         };
         state.free.add_slab(&slab);
         state.slabs.push(slab);
-        state.free.take(bytes).map(|pointer| Block { pool: self.pool, pointer, bytes }).ok_or(0)
+        state.take(bytes).map(|pointer| Block { pool: self.pool, pointer, bytes }).ok_or(0)
+    }
+
+    /// As [`Self::alloc`], of what the arena has: it does not grow.
+    pub fn alloc_within(&self, bytes: usize) -> Option<Block> {
+        let bytes = bytes.next_multiple_of(ALIGN);
+        self.lock().take(bytes).map(|pointer| Block { pool: self.pool, pointer, bytes })
     }
 
     /// Gives a block back. Work that was queued on it before runs before whatever gets it next.
@@ -225,8 +285,8 @@ impl Arena {
             if whole {
                 free.remove(slab.pointer, slab.bytes);
                 free.slab_starts.remove(&slab.pointer);
-                // SAFETY: allocated by `grow`, wholly unused, and the device is idle.
-                let _ = unsafe { result::memory_free(slab.pointer) };
+                free.slab_ends.remove(&(slab.pointer + slab.bytes as u64));
+                self.memory.give_back(slab);
             }
             !whole
         });
@@ -242,11 +302,26 @@ impl Arena {
         if (bytes as u64) > self.room() {
             return None;
         }
-        self.context.bind_to_thread().ok()?;
-        self.allocations.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: a plain allocation; freed in `trim` and in `drop`.
-        let pointer = unsafe { result::malloc_sync(bytes) }.ok()?;
-        Some(Slab { pointer, bytes })
+        let pointer = match &self.memory {
+            Memory::Driver { context, .. } => {
+                context.bind_to_thread().ok()?;
+                self.allocations.fetch_add(1, Ordering::Relaxed);
+                // SAFETY: a plain allocation; freed in `Memory::give_back`.
+                unsafe { result::malloc_sync(bytes) }.ok()?
+            }
+            Memory::Virtual(memory) => {
+                self.allocations.fetch_add(1, Ordering::Relaxed);
+                memory.grant(bytes as u64)?
+            }
+        };
+        Some(Slab { pointer, bytes, reach: 0 })
+    }
+
+    /// Its slabs, and how far they were used.
+    pub fn bytes(&self) -> ArenaBytes {
+        let state = self.lock();
+        let sum = |of: fn(&Slab) -> usize| state.slabs.iter().map(|slab| of(slab) as u64).sum();
+        ArenaBytes { slabs: sum(|slab| slab.bytes.next_multiple_of(GRANULE)), reach: sum(|slab| slab.reach) }
     }
 
     /// Bytes of the arena that nobody uses.
@@ -256,10 +331,15 @@ impl Arena {
 
     /// Bytes that may still be asked from the driver.
     pub fn room(&self) -> u64 {
-        let Ok((free, total)) = self.context.mem_get_info() else { return 0 };
-        match self.limit_bytes {
-            None => free as u64,
-            Some(limit) => limit.saturating_sub((total - free) as u64).min(free as u64),
+        match &self.memory {
+            Memory::Driver { context, limit_bytes } => {
+                let Ok((free, total)) = context.mem_get_info() else { return 0 };
+                match limit_bytes {
+                    None => free as u64,
+                    Some(limit) => limit.saturating_sub((total - free) as u64).min(free as u64),
+                }
+            }
+            Memory::Virtual(memory) => memory.room(),
         }
     }
 
@@ -268,15 +348,26 @@ impl Arena {
     }
 }
 
+impl Memory {
+    /// Returns a slab of which nothing is used, on an idle device.
+    fn give_back(&self, slab: &Slab) {
+        match self {
+            // SAFETY: allocated by `Arena::grow`, wholly unused, and the device is idle.
+            Self::Driver { .. } => drop(unsafe { result::memory_free(slab.pointer) }),
+            Self::Virtual(memory) => memory.give_back(slab.bytes as u64),
+        }
+    }
+}
+
 impl Drop for Arena {
     fn drop(&mut self) {
-        if self.context.bind_to_thread().is_err() || self.context.synchronize().is_err() {
+        if let Memory::Driver { context, .. } = &self.memory
+            && (context.bind_to_thread().is_err() || context.synchronize().is_err())
+        {
             return;
         }
-        for slab in self.lock().slabs.drain(..) {
-            // SAFETY: no tensor is left (each holds the device, which holds the arena) and the device is idle.
-            let _ = unsafe { result::memory_free(slab.pointer) };
-        }
+        // No tensor is left: each holds the device, which holds the arena.
+        self.lock().slabs.drain(..).for_each(|slab| self.memory.give_back(&slab));
     }
 }
 
@@ -305,9 +396,33 @@ mod tests {
     }
 
     fn add_slab(state: &mut State, pointer: u64, bytes: usize) {
-        let slab = Slab { pointer, bytes };
+        let slab = Slab { pointer, bytes, reach: 0 };
         state.free.add_slab(&slab);
         state.slabs.push(slab);
+    }
+
+    #[test]
+    fn places_do_not_depend_on_the_size_of_a_slab_that_holds_them() {
+        // Sizes that are taken, and numbers of those that are given back after each.
+        let plan: [(usize, &[usize]); 7] = [(4, &[]), (3, &[]), (6, &[0, 2]), (2, &[]), (7, &[1]), (3, &[3]), (5, &[])];
+        let run = |slab_bytes: usize| {
+            let mut state = State::default();
+            add_slab(&mut state, 1 << 20, slab_bytes);
+            let mut taken: Vec<(u64, usize)> = Vec::new();
+            for (kib, freed) in plan {
+                taken.push((state.take(kib << 10).unwrap(), kib << 10));
+                freed.iter().for_each(|&number| state.free.insert(taken[number].0, taken[number].1));
+            }
+            (taken, state.slabs[0].reach)
+        };
+        let (places, reach) = run(1 << 40);
+        assert!(reach < plan.iter().map(|(kib, _)| kib << 10).sum(), "something is used again");
+        for slab_bytes in [reach, reach + 512, 2 * reach] {
+            assert_eq!(run(slab_bytes), (places.clone(), reach));
+        }
+        let mut state = State::default();
+        add_slab(&mut state, 1 << 20, reach - 512);
+        assert!(plan.into_iter().map_while(|(kib, _)| state.take(kib << 10)).count() < plan.len());
     }
 
     #[test]

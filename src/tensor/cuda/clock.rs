@@ -1,7 +1,9 @@
 //! Time on the device: events recorded on its streams, read when the device has passed them.
 
+use std::sync::Arc;
+
 use cudarc::driver::sys::{CUevent, CUevent_flags};
-use cudarc::driver::{CudaEvent, result};
+use cudarc::driver::{CudaContext, CudaEvent, result};
 
 use super::CudaDevice;
 use crate::tensor::clock::{Mark, Marks, NUM_SETS};
@@ -10,6 +12,7 @@ use crate::tensor::phase::LaneKind;
 /// Events of the last steps, used again in turns.
 pub struct EventClock {
     device: CudaDevice,
+    /// Empty on a recording device.
     sets: [Vec<CudaEvent>; NUM_SETS],
     set: usize,
     /// Events of this set that are recorded.
@@ -48,10 +51,10 @@ impl EventClock {
     }
 
     /// The next event of this set, made if there is none.
-    fn next_event(&mut self) -> Option<&CudaEvent> {
+    fn next_event(&mut self, context: &Arc<CudaContext>) -> Option<&CudaEvent> {
         let events = &mut self.sets[self.set];
         if self.used == events.len() {
-            let event = self.device.context().new_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
+            let event = context.new_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
             events.push(self.device.latch_result(event, "making a timing event")?);
         }
         events.get(self.used)
@@ -74,16 +77,22 @@ impl Marks for EventClock {
 
     fn mark(&mut self, lane: LaneKind) -> Option<Mark> {
         let device = self.device.clone();
-        device.latch_result(device.record_event(self.next_event()?, lane), "recording a timing event")?;
+        if let Some(driver) = device.driver() {
+            let event = self.next_event(&driver.context)?;
+            device.latch_result(device.record_event(driver, event, lane), "recording a timing event")?;
+        }
         let mark = self.next();
         self.used += 1;
         Some(mark)
     }
 
     fn take(&mut self, count: usize) -> Option<Vec<EventHandle>> {
+        let device = self.device.clone();
         let mut handles = Vec::with_capacity(count);
         for _ in 0..count {
-            handles.push(EventHandle::of(self.next_event()?));
+            if let Some(driver) = device.driver() {
+                handles.push(EventHandle::of(self.next_event(&driver.context)?));
+            }
             self.used += 1;
         }
         Some(handles)

@@ -58,8 +58,9 @@ impl CudaDevice {
             return;
         }
         self.count_launch();
+        let Some(driver) = self.driver() else { return };
         // SAFETY: the caller owns the buffer.
-        let status = unsafe { result::memset_d8_async(pointer, 0, bytes, self.inner.stream.cu_stream()) };
+        let status = unsafe { result::memset_d8_async(pointer, 0, bytes, driver.stream.cu_stream()) };
         self.latch_result(status, "clearing memory");
     }
 
@@ -75,15 +76,16 @@ impl CudaDevice {
         if values.is_empty() || self.has_failed() || self.refuses_while_capturing("copying to the device") {
             return;
         }
+        let Some(driver) = self.driver() else { return };
         let bytes = bytes_of(values);
-        let mut staging = self.inner.staging.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut staging = driver.staging.lock().unwrap_or_else(PoisonError::into_inner);
         if rows.is_contiguous() {
-            staging.upload(self, pointer, bytes);
+            staging.upload(self, driver, pointer, bytes);
         } else if rows.row_bytes <= staging::HALF_BYTES {
-            staging.upload_rows(self, pointer, rows, bytes);
+            staging.upload_rows(self, driver, pointer, rows, bytes);
         } else {
             for (row, bytes) in bytes.chunks(rows.row_bytes).enumerate() {
-                staging.upload(self, pointer + (row * rows.pitch) as u64, bytes);
+                staging.upload(self, driver, pointer + (row * rows.pitch) as u64, bytes);
             }
         }
     }
@@ -95,7 +97,10 @@ impl CudaDevice {
             return self.download(pointer, len);
         }
         let mut values = vec![T::default(); len];
-        if len > 0 && !self.has_failed() && !self.refuses_while_capturing("copying to the host") {
+        if len == 0 || self.has_failed() || self.refuses_while_capturing("copying to the host") {
+            return values;
+        }
+        if let Some(driver) = self.driver() {
             let copy = CUDA_MEMCPY2D {
                 srcMemoryType: CUmemorytype::CU_MEMORYTYPE_DEVICE,
                 srcDevice: pointer,
@@ -108,10 +113,10 @@ impl CudaDevice {
                 ..empty_copy()
             };
             // SAFETY: the destination has room for all rows and lives until the synchronization below.
-            let status = unsafe { sys::cuMemcpy2DAsync_v2(&copy, self.inner.stream.cu_stream()) };
+            let status = unsafe { sys::cuMemcpy2DAsync_v2(&copy, driver.stream.cu_stream()) };
             self.latch_result(status.result(), "copying rows to the host");
-            self.synchronize();
         }
+        self.synchronize();
         values
     }
 
@@ -128,20 +133,24 @@ impl CudaDevice {
         if bytes == 0 || self.has_failed() {
             return;
         }
+        let Some(driver) = self.driver() else { return };
         // SAFETY: both ranges are owned by the caller and do not overlap.
-        let status = unsafe { result::memcpy_dtod_async(to, from, bytes, self.inner.stream.cu_stream()) };
+        let status = unsafe { result::memcpy_dtod_async(to, from, bytes, driver.stream.cu_stream()) };
         self.latch_result(status, "copying on the device");
     }
 
-    /// Copies device values to the host and waits for them: a host sync.
+    /// Copies device values to the host and waits for them: a host sync. A recording device has zeros.
     pub fn download<T: Copy + Default>(&self, pointer: u64, len: usize) -> Vec<T> {
         let mut values = vec![T::default(); len];
-        if len > 0 && !self.has_failed() && !self.refuses_while_capturing("copying to the host") {
-            // SAFETY: the destination lives until the synchronization below.
-            let status = unsafe { result::memcpy_dtoh_async(&mut values, pointer, self.inner.stream.cu_stream()) };
-            self.latch_result(status, "copying to the host");
-            self.synchronize();
+        if len == 0 || self.has_failed() || self.refuses_while_capturing("copying to the host") {
+            return values;
         }
+        if let Some(driver) = self.driver() {
+            // SAFETY: the destination lives until the synchronization below.
+            let status = unsafe { result::memcpy_dtoh_async(&mut values, pointer, driver.stream.cu_stream()) };
+            self.latch_result(status, "copying to the host");
+        }
+        self.synchronize();
         values
     }
 }

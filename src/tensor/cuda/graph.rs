@@ -16,6 +16,7 @@ use cudarc::driver::sys::{
 };
 use cudarc::driver::{CudaEvent, DriverError, result};
 
+use super::driver::Driver;
 use super::{CudaDevice, EventHandle};
 use crate::base::error::Result;
 use crate::tensor::phase::LaneKind;
@@ -28,13 +29,19 @@ pub(super) struct Capture {
 
 /// Recorded work.
 pub struct Graph {
+    /// `None` on a recording device, where there is nothing to do.
+    nodes: Option<Nodes>,
+    launches: u64,
+    device: CudaDevice,
+}
+
+/// What the driver has of a graph.
+struct Nodes {
     // Dropped in this order. A launch that is under way is finished all the same: the driver frees the executable graph behind it.
     exec: Executable,
     _template: Template,
     /// The nodes of the template that record an event, in the order in which they were recorded.
     marks: Vec<CUgraphNode>,
-    launches: u64,
-    device: CudaDevice,
 }
 
 /// The graph that the executable one was made of; its nodes name those of the executable one.
@@ -43,13 +50,13 @@ struct Template(CUgraph);
 struct Executable(CUgraphExec);
 
 // SAFETY: the driver's handles have no ties to a thread; a graph is used by one thread at a time, because launching takes `&mut self`.
-unsafe impl Send for Graph {}
+unsafe impl Send for Nodes {}
 // SAFETY: a shared reference reads two numbers.
-unsafe impl Sync for Graph {}
+unsafe impl Sync for Nodes {}
 
 impl std::fmt::Debug for Graph {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (launches, marks) = (self.launches, self.marks.len());
+        let (launches, marks) = (self.launches, self.nodes.as_ref().map_or(0, |nodes| nodes.marks.len()));
         f.debug_struct("Graph").field("launches", &launches).field("marks", &marks).finish_non_exhaustive()
     }
 }
@@ -71,7 +78,9 @@ impl Drop for Executable {
 impl Drop for Graph {
     fn drop(&mut self) {
         // For the parts, which are dropped next. Without a context there is nothing left to destroy.
-        let _ = self.device.inner.context.bind_to_thread();
+        if let Some(driver) = self.device.driver() {
+            let _ = driver.context.bind_to_thread();
+        }
     }
 }
 
@@ -83,9 +92,16 @@ impl CudaDevice {
     /// When something in `work` failed or cannot be recorded, or the driver refuses the graph. Nothing was done then, and no error stays latched.
     pub fn capture<R>(&self, work: impl FnOnce() -> R) -> Result<(R, Graph)> {
         ensure!(!self.has_failed(), "the device has failed before");
-        let stream = self.inner.stream.cu_stream();
         let launches_before = self.counters().launches;
         *self.lock_capture() = Some(Capture::default());
+        let Some(driver) = self.driver() else {
+            let returned = work();
+            *self.lock_capture() = None;
+            let launches = self.take_off_launches(launches_before);
+            self.check()?;
+            return Ok((returned, Graph { nodes: None, launches, device: self.clone() }));
+        };
+        let stream = driver.stream.cu_stream();
         // SAFETY: the stream is the engine's own and not in capture. Relaxed, because the arena may ask the driver for memory in between.
         let begun =
             unsafe { result::stream::begin_capture(stream, CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED) };
@@ -99,8 +115,7 @@ impl CudaDevice {
         let ended = unsafe { sys::cuStreamEndCapture(stream, &mut graph) }.result();
         let template = (!graph.is_null()).then_some(Template(graph));
         let Capture { events } = self.lock_capture().take().unwrap_or_default();
-        let launches = self.counters().launches - launches_before;
-        self.inner.counters.launches.fetch_sub(launches, Ordering::Relaxed);
+        let launches = self.take_off_launches(launches_before);
         // What was latched says more than the driver's word for a recording that broke off.
         self.check()?;
         ended.context("the driver could not record the stream")?;
@@ -109,7 +124,15 @@ impl CudaDevice {
         // SAFETY: the graph was just recorded.
         let exec = unsafe { result::graph::instantiate(template.0, CUgraphInstantiate_flags(0)) };
         let exec = Executable(exec.context("the driver refused the recorded graph")?);
-        Ok((returned, Graph { exec, _template: template, marks, launches, device: self.clone() }))
+        let nodes = Some(Nodes { exec, _template: template, marks });
+        Ok((returned, Graph { nodes, launches, device: self.clone() }))
+    }
+
+    /// Uncounts the launches since there were `before`, and gives their number.
+    fn take_off_launches(&self, before: u64) -> u64 {
+        let launches = self.counters().launches - before;
+        self.inner.counters.launches.fetch_sub(launches, Ordering::Relaxed);
+        launches
     }
 
     /// Whether a graph is being recorded.
@@ -127,8 +150,8 @@ impl CudaDevice {
     }
 
     /// Records an event on a lane's stream; in a graph as a node whose event a launch can choose.
-    pub(super) fn record_event(&self, event: &CudaEvent, lane: LaneKind) -> Result<(), DriverError> {
-        let stream = self.lane(lane);
+    pub(super) fn record_event(&self, driver: &Driver, event: &CudaEvent, lane: LaneKind) -> Result<(), DriverError> {
+        let stream = driver.lane(lane);
         let mut capture = self.lock_capture();
         let Some(capture) = &mut *capture else { return event.record(stream) };
         let flags = CUevent_record_flags::CU_EVENT_RECORD_EXTERNAL as u32;
@@ -146,22 +169,26 @@ impl CudaDevice {
 impl Graph {
     /// Queues the recorded work. Its marks record into `events`, one for each in their order.
     pub fn launch(&mut self, events: &[EventHandle]) {
-        assert_eq!(events.len(), self.marks.len(), "events for the marks of a graph");
         let device = &self.device;
         if device.has_failed() {
             return;
         }
-        for (&node, event) in self.marks.iter().zip(events) {
+        let Some((driver, Nodes { exec, marks, .. })) = device.driver().zip(self.nodes.as_ref()) else {
+            device.inner.counters.launches.fetch_add(self.launches, Ordering::Relaxed);
+            return;
+        };
+        assert_eq!(events.len(), marks.len(), "events for the marks of a graph");
+        for (&node, event) in marks.iter().zip(events) {
             // SAFETY: a node of the template that the executable graph was made of, and an event that lives as long as the clock that owns it.
             // Launches that are under way keep the events they have.
-            let set = unsafe { sys::cuGraphExecEventRecordNodeSetEvent(self.exec.0, node, event.get()) };
+            let set = unsafe { sys::cuGraphExecEventRecordNodeSetEvent(exec.0, node, event.get()) };
             if device.latch_result(set.result(), "choosing the events of a graph").is_none() {
                 return;
             }
         }
         device.inner.counters.launches.fetch_add(self.launches, Ordering::Relaxed);
         // SAFETY: addresses in the graph are those of parameters, gradients, and memory that its owner keeps for it.
-        let launched = unsafe { result::graph::launch(self.exec.0, device.inner.stream.cu_stream()) };
+        let launched = unsafe { result::graph::launch(exec.0, driver.stream.cu_stream()) };
         device.latch_result(launched, "launching a graph");
     }
 }

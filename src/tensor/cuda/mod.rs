@@ -1,5 +1,8 @@
 //! The CUDA device: context, streams, arena, kernels, event clock.
 //!
+//! It has two forms. With a driver it works; without one it is a [recording device](CudaDevice::recording), on which the same code takes the same
+//! memory and nothing is done.
+//!
 //! Nothing here panics on a machine without a driver: [`probe`] looks before any call that could. Work that fails on the device is latched:
 //! the first error is kept, everything after it is skipped, and [`CudaDevice::check`] returns it at the end of a pass. So operations need no
 //! result type, and an out-of-memory leaves the process usable.
@@ -8,6 +11,7 @@ pub mod arena;
 pub mod blaslt;
 mod clock;
 mod copies;
+mod driver;
 pub mod graph;
 pub mod images;
 pub mod offload;
@@ -15,30 +19,32 @@ mod pass;
 mod pinned;
 pub mod probe;
 mod readback;
+mod recording;
 mod staging;
 
-use std::collections::HashMap;
-use std::ffi::{CString, c_void};
+use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use anyhow::{Context as _, anyhow};
-use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction, CUfunction_attribute};
-use cudarc::driver::{CudaContext, CudaStream, result};
+use anyhow::anyhow;
 use serde::{Deserialize, Serialize};
 
 use super::memory::{Ledger, MemoryCategory};
-use super::phase::LaneKind;
 use crate::base::error::{NoDevice, OutOfMemory, Result};
-use arena::{Arena, Block, Pool};
+use arena::{Arena, Block, Memory};
+pub use arena::{ArenaBytes, Pool};
 pub use clock::{EventClock, EventHandle};
 pub use copies::Pitched;
+use driver::Driver;
 use graph::Capture;
 pub use graph::Graph;
 pub use pass::{HeldPass, PassMemory, PassScope};
+pub use pinned::PinnedBytes;
+use pinned::{PinnedBuffer, PinnedSource};
 pub use probe::DeviceFacts;
 pub use readback::{ReadSlot, Readback};
-use staging::Staging;
+pub use recording::RecordingFacts;
+use recording::VirtualMemory;
 
 /// One NVIDIA GPU. Cheap to clone.
 #[derive(Clone)]
@@ -47,13 +53,13 @@ pub struct CudaDevice {
 }
 
 struct Inner {
-    context: Arc<CudaContext>,
-    stream: Arc<CudaStream>,
-    /// Streams of copies to the host and to the device, beside compute.
-    copy_streams: [Arc<CudaStream>; 2],
+    backend: Backend,
     facts: DeviceFacts,
-    /// Kernel functions by name, from every embedded image.
-    functions: HashMap<String, Function>,
+    /// Bytes that were in use on the card before the first allocation of an arena: the context's own and those of others. 0 on a recording device.
+    bytes_before: u64,
+    /// Most bytes that may be in use on the card, by everybody.
+    limit_bytes: u64,
+    pinned: PinnedSource,
     /// Memory of what lasts, and of the pass that runs.
     arenas: [Arena; 2],
     /// Whether a pass runs: it takes its memory from the second arena.
@@ -63,20 +69,19 @@ struct Inner {
     ledger: Arc<Ledger>,
     latch: Mutex<Option<anyhow::Error>>,
     failed: AtomicBool,
-    /// The vendor's matrix library, or why the own kernels serve.
-    blas: Result<blaslt::BlasLt, String>,
-    staging: Mutex<Staging>,
     counters: Counters,
 }
 
-/// A loaded kernel.
-#[derive(Debug, Clone, Copy)]
-struct Function(CUfunction);
-
-// SAFETY: a function handle is a name for code in a loaded module; the driver allows launches from any thread that has the context.
-unsafe impl Send for Function {}
-// SAFETY: as above; launching does not change the handle.
-unsafe impl Sync for Function {}
+/// Who does what is queued.
+enum Backend {
+    Driver(Box<Driver>),
+    /// Nobody.
+    Recording {
+        facts: RecordingFacts,
+        /// Counted as [`Staging`]'s is.
+        _staging: PinnedBuffer,
+    },
+}
 
 /// What the host did to the device, counted.
 #[derive(Debug, Default)]
@@ -191,39 +196,69 @@ impl CudaDevice {
     }
 
     fn open(vram_limit_bytes: Option<u64>) -> Result<Self> {
-        let context = CudaContext::new(0).context("the CUDA driver refused a context")?;
-        // SAFETY: every buffer of this engine is ordered by its own streams and events; cudarc's tracking is not needed.
-        unsafe { context.disable_event_tracking() };
-        let facts = probe::facts(&context)?;
-        let stream = context.new_stream().context("the CUDA driver refused a stream")?;
-        let copy_stream = || context.new_stream().context("the CUDA driver refused a stream");
-        let copy_streams = [copy_stream()?, copy_stream()?];
-        let functions = load_functions(&context, &facts)?;
-        let blas = blaslt::BlasLt::new(&context, &facts);
-        if let Err(reason) = &blas {
-            tracing::info!("Tandem's own kernels compute matrix products: {reason}");
-        }
-        let staging = Staging::new(&context).context("the CUDA driver refused page-locked memory")?;
-        let arena = |pool| Arena::new(pool, Arc::clone(&context), vram_limit_bytes);
-        let arenas = [arena(Pool::Lasting), arena(Pool::Pass)];
-        Ok(Self {
+        let (driver, facts, pinned) = Driver::open()?;
+        let bytes_before = driver.used_bytes().unwrap_or(0);
+        let context = Arc::clone(&driver.context);
+        let memory = || Memory::Driver { context: Arc::clone(&context), limit_bytes: vram_limit_bytes };
+        let arenas = [Pool::Lasting, Pool::Pass].map(|pool| Arena::new(pool, memory()));
+        let limit_bytes = vram_limit_bytes.unwrap_or(u64::MAX).min(facts.vram_bytes);
+        Ok(Self::from_parts(Backend::Driver(Box::new(driver)), facts, [bytes_before, limit_bytes], pinned, arenas))
+    }
+
+    /// A device without a driver: what is asked of it takes memory and is counted, and nothing is done. Copies to the host give zeros.
+    pub fn recording(facts: RecordingFacts) -> Self {
+        let memory = VirtualMemory::new(&facts);
+        let arenas = [Pool::Lasting, Pool::Pass].map(|pool| Arena::new(pool, Memory::Virtual(Arc::clone(&memory))));
+        arenas.iter().for_each(|arena| arena.set_first_slab(recording::first_slab_bytes(&facts)));
+        let (card, pinned) = (facts.card.clone(), PinnedSource::recording());
+        let backend = Backend::Recording { facts, _staging: PinnedBuffer::counted(&pinned, staging::BYTES) };
+        let limit_bytes = card.vram_bytes;
+        Self::from_parts(backend, card, [0, limit_bytes], pinned, arenas)
+    }
+
+    fn from_parts(
+        backend: Backend,
+        facts: DeviceFacts,
+        [bytes_before, limit_bytes]: [u64; 2],
+        pinned: PinnedSource,
+        arenas: [Arena; 2],
+    ) -> Self {
+        let ledger = match backend {
+            Backend::Driver(_) => Ledger::default(),
+            Backend::Recording { .. } => Ledger::noting_peak(),
+        };
+        Self {
             inner: Arc::new(Inner {
-                context,
-                stream,
-                copy_streams,
+                backend,
                 facts,
-                functions,
+                bytes_before,
+                limit_bytes,
+                pinned,
                 arenas,
                 in_pass: AtomicBool::new(false),
                 capture: Mutex::default(),
-                ledger: Arc::default(),
+                ledger: Arc::new(ledger),
                 latch: Mutex::default(),
                 failed: AtomicBool::new(false),
-                blas,
-                staging: Mutex::new(staging),
                 counters: Counters::default(),
             }),
-        })
+        }
+    }
+
+    /// The driver's side of the device; `None` on a recording device.
+    fn driver(&self) -> Option<&Driver> {
+        match &self.inner.backend {
+            Backend::Driver(driver) => Some(driver),
+            Backend::Recording { .. } => None,
+        }
+    }
+
+    /// What the device stands for, if it is a recording device.
+    pub fn recording_facts(&self) -> Option<&RecordingFacts> {
+        match &self.inner.backend {
+            Backend::Driver(_) => None,
+            Backend::Recording { facts, .. } => Some(facts),
+        }
     }
 
     /// Facts about the card.
@@ -231,28 +266,32 @@ impl CudaDevice {
         &self.inner.facts
     }
 
-    /// The vendor's matrix library, where it was found and is allowed.
-    pub fn blas(&self) -> Option<&blaslt::BlasLt> {
-        self.inner.blas.as_ref().ok()
+    /// Whether the vendor's library computes matrix products: it was found and is allowed.
+    pub fn has_vendor_library(&self) -> bool {
+        match &self.inner.backend {
+            Backend::Driver(driver) => driver.blas.is_ok(),
+            Backend::Recording { facts, .. } => facts.vendor_library,
+        }
     }
 
     /// What computes matrix products, in words: the vendor's library with its version, or the own kernels.
     pub fn matrix_library(&self) -> String {
-        self.blas().map_or_else(|| "own matrix kernels".into(), blaslt::BlasLt::describe)
-    }
-
-    /// The stream that all compute runs on.
-    pub fn stream(&self) -> &CudaStream {
-        &self.inner.stream
-    }
-
-    /// The stream of a lane: those of copies run beside compute and order nothing by themselves.
-    pub(super) fn lane(&self, lane: LaneKind) -> &CudaStream {
-        match lane {
-            LaneKind::D2h => &self.inner.copy_streams[0],
-            LaneKind::H2d => &self.inner.copy_streams[1],
-            _ => &self.inner.stream,
+        match &self.inner.backend {
+            Backend::Driver(driver) => {
+                driver.blas.as_ref().map_or_else(|_| "own matrix kernels".into(), blaslt::BlasLt::describe)
+            }
+            Backend::Recording { .. } => "nothing is computed".into(),
         }
+    }
+
+    /// Where page-locked memory comes from.
+    fn pinned(&self) -> &PinnedSource {
+        &self.inner.pinned
+    }
+
+    /// Page-locked host memory of the engine.
+    pub fn pinned_bytes(&self) -> PinnedBytes {
+        self.inner.pinned.bytes()
     }
 
     /// Memory accounting.
@@ -260,22 +299,41 @@ impl CudaDevice {
         &self.inner.ledger
     }
 
-    /// Context of the device.
-    pub(super) fn context(&self) -> &Arc<CudaContext> {
-        &self.inner.context
+    /// Bytes the driver says are in use on the card, by everybody; `None` on a recording device.
+    pub fn driver_used_bytes(&self) -> Option<u64> {
+        self.driver()?.used_bytes()
     }
 
-    /// Bytes the driver says are in use on the card, by everybody.
-    pub fn driver_used_bytes(&self) -> Option<u64> {
-        self.inner.context.bind_to_thread().ok()?;
-        let (free, total) = result::mem_get_info().ok()?;
-        Some((total - free) as u64)
+    /// Bytes that were in use on the card before the engine's first allocation, by the context and by others. 0 on a recording device.
+    pub fn bytes_before(&self) -> u64 {
+        self.inner.bytes_before
+    }
+
+    /// Most bytes that may be in use on the card, by everybody: its memory, or the limit that was set.
+    pub fn limit_bytes(&self) -> u64 {
+        self.inner.limit_bytes
+    }
+
+    /// Bytes of an arena.
+    pub fn arena_bytes(&self, pool: Pool) -> ArenaBytes {
+        self.arena(pool).bytes()
+    }
+
+    /// Lets an arena, whenever it is empty, begin with one slab of at least `bytes` bytes where there is room for it: what a recording device found
+    /// ([`Self::arena_bytes`]).
+    pub fn set_first_slab(&self, pool: Pool, bytes: u64) {
+        self.arena(pool).set_first_slab(bytes);
+    }
+
+    /// Bytes that may still be asked from the driver, within the limit.
+    fn room(&self) -> u64 {
+        self.arena(Pool::Lasting).room()
     }
 
     /// Bytes that could be had now: from the driver, within the limit, and from the arenas' own free lists.
     pub fn available_bytes(&self) -> u64 {
         let [lasting, pass] = &self.inner.arenas;
-        lasting.room() + lasting.free_bytes() + pass.free_bytes()
+        self.room() + lasting.free_bytes() + pass.free_bytes()
     }
 
     /// The counters as they stand, allocations by the arenas included.
@@ -306,7 +364,7 @@ impl CudaDevice {
 
     /// Makes the context current on this thread.
     pub fn bind(&self) {
-        if let Err(error) = self.inner.context.bind_to_thread() {
+        if let Some(Err(error)) = self.driver().map(|driver| driver.context.bind_to_thread()) {
             self.latch(anyhow!(error).context("the CUDA context could not be used on this thread"));
         }
     }
@@ -353,6 +411,14 @@ impl CudaDevice {
         self.current_arena().alloc(bytes).ok().map(|block| self.buffer(block, bytes))
     }
 
+    /// As [`Self::try_alloc`], of memory that the engine has and does not use.
+    fn try_alloc_within(&self, bytes: usize) -> Option<CudaBuffer> {
+        if bytes == 0 || self.has_failed() {
+            return None;
+        }
+        self.current_arena().alloc_within(bytes).map(|block| self.buffer(block, bytes))
+    }
+
     /// A second buffer over memory that it does not own: who has it keeps the memory.
     pub(super) fn alias(&self, buffer: &CudaBuffer) -> CudaBuffer {
         CudaBuffer { block: None, pointer: buffer.pointer, bytes: buffer.bytes, device: self.clone() }
@@ -379,49 +445,31 @@ impl CudaDevice {
         if self.has_failed() || launch.grid.contains(&0) {
             return;
         }
-        let Some(function) = self.inner.functions.get(name) else {
-            self.latch(anyhow!("this build has no kernel {name}; `cargo xtask kernels` builds them"));
-            return;
-        };
         self.count_launch();
-        let [x, y, z] = launch.grid;
-        // SAFETY: the caller passes the arguments that the kernel's signature asks for (checked by the operation tests), and the
-        // buffers behind them live until the stream has passed this launch, because the arena reuses memory in stream order.
-        let status = unsafe {
-            sys::cuLaunchKernel(
-                function.0,
-                x,
-                y,
-                z,
-                launch.block,
-                1,
-                1,
-                launch.shared_bytes,
-                self.inner.stream.cu_stream(),
-                args.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
-        };
-        if let Err(error) = status.result() {
-            self.latch(anyhow!(error).context(format!("launching {name} with {launch:?}")));
+        if let Some(Err(error)) = self.driver().map(|driver| driver.launch(name, launch, args)) {
+            self.latch(error);
         }
     }
 
-    /// Queues a matrix product of the vendor's library, where [`Self::blas`] has one.
+    /// Queues a matrix product of the vendor's library, where [`Self::has_vendor_library`].
     pub fn blas_matmul(&self, shape: blaslt::Shape, operands: blaslt::Operands) {
-        let Some(blas) = self.blas().filter(|_| !self.has_failed()) else { return };
-        if let Err(error) = blas.matmul(self, shape, operands) {
-            self.latch(error);
+        if self.has_failed() {
+            return;
+        }
+        match &self.inner.backend {
+            Backend::Driver(driver) => {
+                let Ok(blas) = &driver.blas else { return };
+                if let Err(error) = blas.matmul(self, driver, shape, operands) {
+                    self.latch(error);
+                }
+            }
+            Backend::Recording { .. } => self.count_launch(),
         }
     }
 
     /// Lets kernel `name` use up to `bytes` of dynamic shared memory.
     pub fn allow_shared_bytes(&self, name: &str, bytes: u32) {
-        let Some(function) = self.inner.functions.get(name) else { return };
-        let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        // SAFETY: the handle belongs to a module that lives as long as the context.
-        let status = unsafe { sys::cuFuncSetAttribute(function.0, attribute, bytes as i32) };
-        if let Err(error) = status.result() {
+        if let Some(Err(error)) = self.driver().map(|driver| driver.allow_shared_bytes(name, bytes)) {
             self.latch(anyhow!(error).context(format!("{bytes} bytes of shared memory for {name}")));
         }
     }
@@ -432,7 +480,9 @@ impl CudaDevice {
             return;
         }
         self.inner.counters.host_syncs.fetch_add(1, Ordering::Relaxed);
-        self.latch_result(self.inner.stream.synchronize(), "waiting for the device");
+        if let Some(driver) = self.driver() {
+            self.latch_result(driver.stream.synchronize(), "waiting for the device");
+        }
     }
 
     /// The first error since the last check, if any. Clears it: after an out-of-memory the device is usable again.
@@ -475,34 +525,6 @@ impl CudaDevice {
     fn lock(&self) -> MutexGuard<'_, Option<anyhow::Error>> {
         self.inner.latch.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// Loads every embedded image and looks up the kernels that it names.
-fn load_functions(context: &Arc<CudaContext>, facts: &DeviceFacts) -> Result<HashMap<String, Function>> {
-    let mut functions = HashMap::new();
-    for image in images::for_device(facts)? {
-        // SAFETY: the bytes are a complete cubin, or PTX with a final NUL, made by the kernel compiler; the module is never unloaded,
-        // so the functions live as long as the process.
-        let module = unsafe { result::module::load_data(image.bytes.as_ptr().cast()) };
-        let module =
-            module.with_context(|| format!("the driver refused the kernels of {} for {}", image.name, image.target))?;
-        for kernel in &image.kernels {
-            let name = CString::new(kernel.as_str()).context("a kernel name with a NUL")?;
-            // SAFETY: the module was just loaded.
-            let function = unsafe { result::module::get_function(module, name) };
-            let function =
-                function.with_context(|| format!("kernel {kernel} is missing in the image of {}", image.name))?;
-            functions.insert(kernel.clone(), Function(function));
-        }
-    }
-    context.check_err().context("loading kernels")?;
-    Ok(functions)
-}
-
-/// Shared memory that one block may ask for on this card, in bytes.
-pub(crate) fn max_shared_bytes(context: &CudaContext) -> Result<u32> {
-    let attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
-    Ok(context.attribute(attribute).context("asking for the shared memory limit")? as u32)
 }
 
 /// One kernel argument by value: an address, an integer or a float. The kernel reads as many of its low bytes as its parameter has.

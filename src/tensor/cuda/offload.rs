@@ -1,7 +1,8 @@
 //! Activations on their way between device and page-locked memory: two streams beside the compute stream, ordered by events.
 //!
 //! Where the driver refuses page-locked memory for all of them, the rest waits in pageable memory: a thread moves it through a small page-locked
-//! ring. That cannot be part of a recorded graph, and the host follows the device more closely then.
+//! ring. That cannot be part of a recorded graph, and the host follows the device more closely then. On a recording device page-locked memory is
+//! counted, and nothing travels.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -9,6 +10,7 @@ use anyhow::Context as _;
 use cudarc::driver::sys::CUevent_flags;
 use cudarc::driver::{CudaContext, CudaEvent, DriverError, sys};
 
+use super::driver::Driver;
 use super::pinned::PinnedBuffer;
 use crate::base::error::Result;
 use crate::tensor::clock::Copying;
@@ -29,17 +31,23 @@ pub struct CudaSlots {
 
 struct Slot {
     host: Host,
-    /// The activation is there to be copied; its copy to the host is done; its place on the device is free; the copy back is done.
-    ready: Arc<CudaEvent>,
-    stored: Arc<CudaEvent>,
-    free: Arc<CudaEvent>,
-    full: Arc<CudaEvent>,
+    /// `None` on a recording device.
+    events: Option<Events>,
     /// Where a thread copies: the end of its last job.
     job: Option<Event>,
 }
 
+/// The activation is there to be copied; its copy to the host is done; its place on the device is free; the copy back is done.
+struct Events {
+    ready: Arc<CudaEvent>,
+    stored: Arc<CudaEvent>,
+    free: Arc<CudaEvent>,
+    full: Arc<CudaEvent>,
+}
+
 enum Host {
     Pinned(PinnedBuffer),
+    /// Empty on a recording device.
     Pageable(Arc<Mutex<Vec<u8>>>),
 }
 
@@ -51,7 +59,7 @@ struct Ring {
 
 struct Pieces {
     buffer: PinnedBuffer,
-    /// The last copy from or to each piece.
+    /// The last copy from or to each piece; none on a recording device.
     used: Vec<CudaEvent>,
 }
 
@@ -65,12 +73,21 @@ fn event(context: &Arc<CudaContext>) -> Result<Arc<CudaEvent>, DriverError> {
     context.new_event(None).map(Arc::new)
 }
 
-impl Pieces {
+impl Events {
     fn new(context: &Arc<CudaContext>) -> Result<Self, DriverError> {
-        let used = |_| context.new_event(Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC));
+        Ok(Self { ready: event(context)?, stored: event(context)?, free: event(context)?, full: event(context)? })
+    }
+}
+
+impl Pieces {
+    fn new(gpu: &Gpu) -> Result<Self, DriverError> {
+        let used = |driver: &Driver| {
+            let used = |_| driver.context.new_event(Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC));
+            (0..NUM_PIECES).map(used).collect::<Result<_, _>>()
+        };
         Ok(Self {
-            buffer: PinnedBuffer::new(context, NUM_PIECES * PIECE_BYTES)?,
-            used: (0..NUM_PIECES).map(used).collect::<Result<_, _>>()?,
+            buffer: PinnedBuffer::new(gpu.pinned(), NUM_PIECES * PIECE_BYTES)?,
+            used: gpu.driver().map(used).transpose()?.unwrap_or_default(),
         })
     }
 
@@ -108,27 +125,28 @@ impl CudaSlots {
     /// # Errors
     /// When the driver refuses even the ring, or events.
     pub fn new(gpu: &Gpu, count: usize, bytes: usize, pinned: usize, ring_refused: bool) -> Result<Self> {
-        let context = gpu.context();
+        let driver = gpu.driver();
         let mut refused = false;
         let slots = (0..count).map(|i| {
-            let buffer = if i < pinned && !refused { PinnedBuffer::new(context, bytes).ok() } else { None };
+            let buffer = if i < pinned && !refused { PinnedBuffer::new(gpu.pinned(), bytes).ok() } else { None };
             refused |= buffer.is_none();
             let host = match buffer {
                 Some(buffer) => Host::Pinned(buffer),
                 None => {
+                    let bytes = if driver.is_some() { bytes } else { 0 };
                     let mut memory = Vec::new();
                     memory.try_reserve_exact(bytes).context("there is no host memory for activations")?;
                     memory.resize(bytes, 0);
                     Host::Pageable(Arc::new(Mutex::new(memory)))
                 }
             };
-            let [ready, stored, free, full] = [event(context)?, event(context)?, event(context)?, event(context)?];
-            Ok(Slot { host, ready, stored, free, full, job: None })
+            let events = driver.map(|driver| Events::new(&driver.context)).transpose()?;
+            Ok(Slot { host, events, job: None })
         });
         let slots = slots.collect::<Result<Vec<_>>>()?;
         let ring = refused.then(|| {
             anyhow::ensure!(!ring_refused, "the driver refuses page-locked memory");
-            let pieces = Pieces::new(context).context("the driver refuses page-locked memory, even a little")?;
+            let pieces = Pieces::new(gpu).context("the driver refuses page-locked memory, even a little")?;
             Ok(Ring { thread: CopyLane::new("offload")?, pieces: Arc::new(pieces) })
         });
         Ok(Self { gpu: gpu.clone(), slots, ring: ring.transpose()? })
@@ -145,9 +163,10 @@ impl CudaSlots {
         if gpu.has_failed() {
             return;
         }
-        let stream = gpu.lane(LaneKind::D2h);
-        gpu.latch_result(slot.ready.record(gpu.stream()), "marking an activation as ready");
-        gpu.latch_result(stream.wait(&slot.ready), "waiting for an activation");
+        let Some((driver, events)) = gpu.driver().zip(slot.events.as_ref()) else { return slot.skip(gpu, copying) };
+        let stream = driver.lane(LaneKind::D2h);
+        gpu.latch_result(events.ready.record(&driver.stream), "marking an activation as ready");
+        gpu.latch_result(stream.wait(&events.ready), "waiting for an activation");
         match (&slot.host, &self.ring) {
             (Host::Pinned(buffer), _) => {
                 gpu.clock().copy(copying, || {
@@ -157,14 +176,14 @@ impl CudaSlots {
                     };
                     gpu.latch_result(status.result(), "copying an activation to host memory");
                 });
-                gpu.latch_result(slot.stored.record(stream), "marking an activation as stored");
+                gpu.latch_result(events.stored.record(stream), "marking an activation as stored");
             }
             (Host::Pageable(memory), Some(ring)) => {
                 if gpu.refuses_while_capturing("a copy through pageable memory") {
                     return;
                 }
                 let (gpu, memory, pieces) = (gpu.clone(), Arc::clone(memory), Arc::clone(&ring.pieces));
-                let stored = Arc::clone(&slot.stored);
+                let stored = Arc::clone(&events.stored);
                 let job = ring.thread.submit(&[], move || {
                     let mut memory = memory.lock().unwrap_or_else(PoisonError::into_inner);
                     let done = store_by_pieces(&gpu, &pieces, pointer, &mut memory[..bytes], copying, &stored);
@@ -179,8 +198,9 @@ impl CudaSlots {
     /// Lets later compute wait until a slot has what was stored last: then its place on the device is free.
     pub fn await_stored(&mut self, slot: usize) {
         self.await_job(slot);
-        let stored = &self.slots[slot].stored;
-        self.gpu.latch_result(self.gpu.stream().wait(stored), "waiting for a copy to host memory");
+        if let Some((driver, events)) = self.gpu.driver().zip(self.slots[slot].events.as_ref()) {
+            self.gpu.latch_result(driver.stream.wait(&events.stored), "waiting for a copy to host memory");
+        }
     }
 
     /// Queues the copy of a slot to device memory that compute queued so far is done with.
@@ -189,9 +209,10 @@ impl CudaSlots {
         if gpu.has_failed() {
             return;
         }
-        let stream = gpu.lane(LaneKind::H2d);
-        gpu.latch_result(slot.free.record(gpu.stream()), "marking a buffer as free");
-        gpu.latch_result(stream.wait(&slot.free), "waiting for a buffer");
+        let Some((driver, events)) = gpu.driver().zip(slot.events.as_ref()) else { return slot.skip(gpu, copying) };
+        let stream = driver.lane(LaneKind::H2d);
+        gpu.latch_result(events.free.record(&driver.stream), "marking a buffer as free");
+        gpu.latch_result(stream.wait(&events.free), "waiting for a buffer");
         match (&slot.host, &self.ring) {
             (Host::Pinned(buffer), _) => {
                 gpu.clock().copy(copying, || {
@@ -201,14 +222,14 @@ impl CudaSlots {
                     };
                     gpu.latch_result(status.result(), "copying an activation back");
                 });
-                gpu.latch_result(slot.full.record(stream), "marking a buffer as full");
+                gpu.latch_result(events.full.record(stream), "marking a buffer as full");
             }
             (Host::Pageable(memory), Some(ring)) => {
                 if gpu.refuses_while_capturing("a copy through pageable memory") {
                     return;
                 }
                 let (gpu, memory, pieces) = (gpu.clone(), Arc::clone(memory), Arc::clone(&ring.pieces));
-                let full = Arc::clone(&slot.full);
+                let full = Arc::clone(&events.full);
                 let job = ring.thread.submit(&[], move || {
                     let memory = memory.lock().unwrap_or_else(PoisonError::into_inner);
                     let done = load_by_pieces(&gpu, &pieces, pointer, &memory[..bytes], copying, &full);
@@ -223,8 +244,9 @@ impl CudaSlots {
     /// Lets later compute wait until the copy that was queued last by [`Self::load`] is done.
     pub fn await_loaded(&mut self, slot: usize) {
         self.await_job(slot);
-        let full = &self.slots[slot].full;
-        self.gpu.latch_result(self.gpu.stream().wait(full), "waiting for an activation to come back");
+        if let Some((driver, events)) = self.gpu.driver().zip(self.slots[slot].events.as_ref()) {
+            self.gpu.latch_result(driver.stream.wait(&events.full), "waiting for an activation to come back");
+        }
     }
 
     /// Waits until a thread has queued what it was given: before that there is nothing on the device to wait for.
@@ -234,6 +256,16 @@ impl CudaSlots {
                 self.gpu.count_held_back();
             }
             job.wait();
+        }
+    }
+}
+
+impl Slot {
+    /// What a recording device does of a copy.
+    fn skip(&self, gpu: &Gpu, copying: Copying) {
+        let pageable = matches!(self.host, Host::Pageable(_));
+        if !(pageable && gpu.refuses_while_capturing("a copy through pageable memory")) {
+            gpu.clock().copy(copying, || ());
         }
     }
 }
@@ -248,7 +280,8 @@ fn store_by_pieces(
     stored: &CudaEvent,
 ) -> Result<()> {
     gpu.bind();
-    let stream = gpu.lane(LaneKind::D2h);
+    let Some(driver) = gpu.driver() else { return Ok(()) };
+    let stream = driver.lane(LaneKind::D2h);
     let mut parts: Vec<&mut [u8]> = memory.chunks_mut(PIECE_BYTES).collect();
     let mut queued: Result<()> = Ok(());
     gpu.clock().copy(copying, || {
@@ -283,7 +316,8 @@ fn load_by_pieces(
     full: &CudaEvent,
 ) -> Result<()> {
     gpu.bind();
-    let stream = gpu.lane(LaneKind::H2d);
+    let Some(driver) = gpu.driver() else { return Ok(()) };
+    let stream = driver.lane(LaneKind::H2d);
     let mut queued: Result<()> = Ok(());
     gpu.clock().copy(copying, || {
         queued = memory.chunks(PIECE_BYTES).enumerate().try_for_each(|(piece, part)| {

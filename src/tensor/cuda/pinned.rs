@@ -7,11 +7,52 @@ use cudarc::driver::sys::CUevent_flags;
 use cudarc::driver::{CudaContext, CudaEvent, DriverError, result};
 
 use super::CudaDevice;
+use super::driver::Driver;
+
+/// Page-locked host memory of a device, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct PinnedBytes {
+    /// Locked now.
+    pub now: u64,
+    /// Most that was locked at one time.
+    pub peak: u64,
+}
+
+#[derive(Debug, Default)]
+struct Counted {
+    now: AtomicU64,
+    peak: AtomicU64,
+}
+
+/// Where page-locked memory comes from: the driver, or on a recording device nowhere. All of it is counted.
+#[derive(Clone)]
+pub(super) struct PinnedSource {
+    context: Option<Arc<CudaContext>>,
+    counted: Arc<Counted>,
+}
+
+impl PinnedSource {
+    pub(super) fn of_driver(context: &Arc<CudaContext>) -> Self {
+        Self { context: Some(Arc::clone(context)), counted: Arc::default() }
+    }
+
+    /// Memory that is counted and not there.
+    pub(super) fn recording() -> Self {
+        Self { context: None, counted: Arc::default() }
+    }
+
+    pub(super) fn bytes(&self) -> PinnedBytes {
+        let Counted { now, peak } = &*self.counted;
+        PinnedBytes { now: now.load(Ordering::Relaxed), peak: peak.load(Ordering::Relaxed) }
+    }
+}
 
 /// Page-locked host memory.
 pub(super) struct PinnedBuffer {
+    /// Null on a recording device.
     pointer: *mut u8,
-    context: Arc<CudaContext>,
+    bytes: usize,
+    source: PinnedSource,
 }
 
 // SAFETY: the memory belongs to this value alone and has no ties to a thread.
@@ -24,14 +65,28 @@ impl PinnedBuffer {
     ///
     /// # Errors
     /// When the driver refuses them.
-    pub(super) fn new(context: &Arc<CudaContext>, bytes: usize) -> Result<Self, DriverError> {
-        context.bind_to_thread()?;
-        // SAFETY: a plain allocation, freed once, in `drop`.
-        let pointer = unsafe { result::malloc_host(bytes, 0) }?;
-        Ok(Self { pointer: pointer.cast(), context: Arc::clone(context) })
+    pub(super) fn new(source: &PinnedSource, bytes: usize) -> Result<Self, DriverError> {
+        let pointer = match &source.context {
+            Some(context) => {
+                context.bind_to_thread()?;
+                // SAFETY: a plain allocation, freed once, in `drop`.
+                unsafe { result::malloc_host(bytes, 0) }?.cast()
+            }
+            None => std::ptr::null_mut(),
+        };
+        let mut buffer = Self::counted(source, bytes);
+        buffer.pointer = pointer;
+        Ok(buffer)
     }
 
-    /// First byte.
+    /// Memory that is counted and not there.
+    pub(super) fn counted(source: &PinnedSource, bytes: usize) -> Self {
+        let now = source.counted.now.fetch_add(bytes as u64, Ordering::Relaxed) + bytes as u64;
+        source.counted.peak.fetch_max(now, Ordering::Relaxed);
+        Self { pointer: std::ptr::null_mut(), bytes, source: source.clone() }
+    }
+
+    /// First byte. On a recording device there is none, and nobody reads or writes there.
     pub(super) fn pointer(&self) -> *mut u8 {
         self.pointer
     }
@@ -39,8 +94,10 @@ impl PinnedBuffer {
 
 impl Drop for PinnedBuffer {
     fn drop(&mut self) {
+        self.source.counted.now.fetch_sub(self.bytes as u64, Ordering::Relaxed);
+        let Some(context) = self.source.context.as_ref().filter(|_| !self.pointer.is_null()) else { return };
         // A copy may still be on its way.
-        if self.context.bind_to_thread().is_err() || self.context.synchronize().is_err() {
+        if context.bind_to_thread().is_err() || context.synchronize().is_err() {
             return;
         }
         // SAFETY: allocated in `new`, and no copy uses it any more.
@@ -67,9 +124,9 @@ impl Fence {
     }
 
     /// Sets the fence behind everything queued so far.
-    pub(super) fn set(&self, device: &CudaDevice) {
+    pub(super) fn set(&self, device: &CudaDevice, driver: &Driver) {
         self.launches.store(device.counters().launches, Ordering::Relaxed);
-        device.latch_result(self.event.record(device.stream()), "recording an event");
+        device.latch_result(self.event.record(&driver.stream), "recording an event");
     }
 
     /// Waits until the device has passed the fence.

@@ -88,6 +88,23 @@ pub struct DeviceFacts {
     pub laptop_tiles: bool,
 }
 
+impl DeviceFacts {
+    /// A card of which only the memory is known, for plans: in the rest like a small one of the RTX 40 series.
+    pub fn assumed(vram_bytes: u64) -> Self {
+        Self {
+            name: format!("a card of {}", crate::base::units::bytes(vram_bytes)),
+            compute_capability: (8, 9),
+            num_sms: 24,
+            vram_bytes,
+            integrated: false,
+            l2_bytes: 32 << 20,
+            max_shared_bytes: 99 << 10,
+            driver_version: MIN_DRIVER,
+            laptop_tiles: false,
+        }
+    }
+}
+
 /// Whether the driver can be used at all.
 ///
 /// # Errors
@@ -144,7 +161,7 @@ pub fn facts(context: &Arc<CudaContext>) -> Result<DeviceFacts> {
         Ok(value) if value == "86" => true,
         Ok(value) => anyhow::bail!("TANDEM_TILES={value}: the only forced tile set is 86"),
     };
-    let shared = super::max_shared_bytes(context)?;
+    let shared = super::driver::max_shared_bytes(context)?;
     Ok(DeviceFacts {
         name: context.name().context("asking for the card's name")?,
         compute_capability: (major as u32, minor as u32),

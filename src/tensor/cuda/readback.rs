@@ -2,9 +2,10 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use cudarc::driver::sys;
+use cudarc::driver::{DriverError, sys};
 
 use super::CudaDevice;
+use super::driver::Driver;
 use super::pinned::{Fence, PinnedBuffer};
 
 /// Copies that may be under way or unread.
@@ -13,8 +14,10 @@ const NUM_SLOTS: usize = 2;
 /// Slots for copies of `N` f32, used in turns.
 pub struct Readback<const N: usize> {
     device: CudaDevice,
-    /// `None` when the driver refused the memory: the device is latched then.
-    parts: Option<(PinnedBuffer, [Fence; NUM_SLOTS])>,
+    /// On a recording device without fences. `None` when the driver refused the memory: the device is latched then.
+    parts: Option<(PinnedBuffer, Option<[Fence; NUM_SLOTS]>)>,
+    /// What is read from a recording device, which computes nothing.
+    initial: [f32; N],
     next: AtomicUsize,
 }
 
@@ -29,37 +32,39 @@ impl<const N: usize> std::fmt::Debug for Readback<N> {
 }
 
 impl<const N: usize> Readback<N> {
-    /// Allocates the slots; on failure the device is latched.
-    pub fn new(device: &CudaDevice) -> Self {
+    /// Allocates the slots for values that begin as `initial`; on failure the device is latched.
+    pub fn new(device: &CudaDevice, initial: [f32; N]) -> Self {
+        let fences = || match device.driver() {
+            Some(Driver { context, .. }) => Ok(Some([Fence::new(context)?, Fence::new(context)?])),
+            None => Ok::<_, DriverError>(None),
+        };
         let parts = || {
-            let fences = [Fence::new(device.context())?, Fence::new(device.context())?];
-            Ok::<_, cudarc::driver::DriverError>((
-                PinnedBuffer::new(device.context(), NUM_SLOTS * size_of::<[f32; N]>())?,
-                fences,
-            ))
+            Ok::<_, DriverError>((PinnedBuffer::new(device.pinned(), NUM_SLOTS * size_of::<[f32; N]>())?, fences()?))
         };
         let parts = device.latch_result(parts(), "allocating page-locked memory");
-        Self { device: device.clone(), parts, next: AtomicUsize::new(0) }
+        Self { device: device.clone(), parts, initial, next: AtomicUsize::new(0) }
     }
 
     /// Queues a copy of the `N` values at `pointer` in device memory.
     pub fn queue(&self, pointer: u64) -> ReadSlot {
         let slot = self.next.fetch_add(1, Ordering::Relaxed) % NUM_SLOTS;
-        if let Some((buffer, fences)) = self.parts.as_ref().filter(|_| !self.device.has_failed()) {
+        let parts = self.parts.as_ref().filter(|_| !self.device.has_failed());
+        if let Some((driver, (buffer, Some(fences)))) = self.device.driver().zip(parts) {
             // SAFETY: the slot lies within the buffer, which lives until the device has passed the copy; it is read behind its fence only.
             let status = unsafe {
                 let to = buffer.pointer().cast::<[f32; N]>().add(slot);
-                sys::cuMemcpyDtoHAsync_v2(to.cast(), pointer, size_of::<[f32; N]>(), self.device.stream().cu_stream())
+                sys::cuMemcpyDtoHAsync_v2(to.cast(), pointer, size_of::<[f32; N]>(), driver.stream.cu_stream())
             };
             self.device.latch_result(status.result(), "copying to the host");
-            fences[slot].set(&self.device);
+            fences[slot].set(&self.device, driver);
         }
         ReadSlot(slot)
     }
 
-    /// The values of a copy, when the device has passed it. Zeros where the device failed before.
+    /// The values of a copy, when the device has passed it. Zeros where the device failed before; the values at the beginning on a recording device.
     pub fn read(&self, slot: ReadSlot) -> [f32; N] {
         let Some((buffer, fences)) = &self.parts else { return [0.0; N] };
+        let Some(fences) = fences else { return self.initial };
         fences[slot.0].wait(&self.device);
         // SAFETY: within the buffer; the device has written it, and writes it again only after two more calls of `queue`.
         unsafe { buffer.pointer().cast::<[f32; N]>().add(slot.0).read_volatile() }

@@ -13,10 +13,13 @@ use rayon::prelude::*;
 
 use super::CudaDevice;
 use super::copies::{Pitched, empty_copy};
-use super::pinned::{Fence, PinnedBuffer};
+use super::driver::Driver;
+use super::pinned::{Fence, PinnedBuffer, PinnedSource};
 
 /// Bytes of one half: the longest row that is staged.
 pub(super) const HALF_BYTES: usize = 4 << 20;
+/// Bytes of both.
+pub(super) const BYTES: usize = 2 * HALF_BYTES;
 /// Every upload starts at a multiple of this.
 const ALIGN: usize = 256;
 
@@ -62,9 +65,9 @@ impl Staging {
     ///
     /// # Errors
     /// When the driver refuses them.
-    pub(super) fn new(context: &Arc<CudaContext>) -> Result<Self, DriverError> {
+    pub(super) fn new(context: &Arc<CudaContext>, pinned: &PinnedSource) -> Result<Self, DriverError> {
         Ok(Self {
-            buffer: PinnedBuffer::new(context, 2 * HALF_BYTES)?,
+            buffer: PinnedBuffer::new(pinned, BYTES)?,
             fences: [Fence::new(context)?, Fence::new(context)?],
             turns: Turns::default(),
         })
@@ -72,10 +75,10 @@ impl Staging {
 
     /// Queues a copy of `bytes` to device memory that the caller owns, piece by piece: while the device takes one half, the next piece is copied
     /// into the other.
-    pub(super) fn upload(&mut self, device: &CudaDevice, pointer: u64, bytes: &[u8]) {
-        let stream = device.stream().cu_stream();
+    pub(super) fn upload(&mut self, device: &CudaDevice, driver: &Driver, pointer: u64, bytes: &[u8]) {
+        let stream = driver.stream.cu_stream();
         for (number, piece) in bytes.chunks(HALF_BYTES).enumerate() {
-            let (staged, to) = (self.stage(device, piece), pointer + (number * HALF_BYTES) as u64);
+            let (staged, to) = (self.stage(device, driver, piece), pointer + (number * HALF_BYTES) as u64);
             // SAFETY: `staged` holds the piece until the device has read it. The caller owns the destination.
             let status = unsafe { sys::cuMemcpyHtoDAsync_v2(to, staged, piece.len(), stream) };
             device.latch_result(status.result(), "copying to the device");
@@ -83,15 +86,22 @@ impl Staging {
     }
 
     /// As [`Self::upload`], to rows with gaps between them. A row must fit a half.
-    pub(super) fn upload_rows(&mut self, device: &CudaDevice, pointer: u64, rows: Pitched, bytes: &[u8]) {
+    pub(super) fn upload_rows(
+        &mut self,
+        device: &CudaDevice,
+        driver: &Driver,
+        pointer: u64,
+        rows: Pitched,
+        bytes: &[u8],
+    ) {
         let Pitched { row_bytes, pitch, .. } = rows;
         debug_assert!((1..=HALF_BYTES).contains(&row_bytes) && bytes.len() == rows.rows * row_bytes);
-        let stream = device.stream().cu_stream();
+        let stream = driver.stream.cu_stream();
         let rows_per_piece = HALF_BYTES / row_bytes;
         for (number, piece) in bytes.chunks(rows_per_piece * row_bytes).enumerate() {
             let copy = CUDA_MEMCPY2D {
                 srcMemoryType: CUmemorytype::CU_MEMORYTYPE_HOST,
-                srcHost: self.stage(device, piece),
+                srcHost: self.stage(device, driver, piece),
                 srcPitch: row_bytes,
                 dstDevice: pointer + (number * rows_per_piece * pitch) as u64,
                 dstPitch: pitch,
@@ -107,10 +117,10 @@ impl Staging {
 
     /// Copies a piece of at most [`HALF_BYTES`] into page-locked memory, where it stays until the device has passed the fence of its half: the
     /// caller queues the copy to the device before the next piece is staged.
-    fn stage(&mut self, device: &CudaDevice, piece: &[u8]) -> *const c_void {
+    fn stage(&mut self, device: &CudaDevice, driver: &Driver, piece: &[u8]) -> *const c_void {
         let Place { offset, left } = self.turns.place(piece.len());
         if let Some(left) = left {
-            self.fences[left].set(device);
+            self.fences[left].set(device, driver);
             self.fences[1 - left].wait(device);
         }
         // SAFETY: the place lies within the buffer, apart from every piece whose fence has not been waited for; `Drop` of the buffer waits for

@@ -157,7 +157,7 @@ impl Form {
         config.packing.overlong = self.overlong;
         read.integer("packing.pack_len", &self.pack_len, &mut config.packing.pack_len);
         config.method.kind = self.kind;
-        if self.kind == MethodKind::Lora {
+        if self.kind.has_adapters() {
             read.integer("method.r", &self.rank, &mut config.method.r);
             read.float("method.lora_alpha", &self.alpha, &mut config.method.lora_alpha);
             read.float("method.lora_dropout", &self.dropout, &mut config.method.lora_dropout);

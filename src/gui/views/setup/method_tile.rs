@@ -24,13 +24,13 @@ impl SetupView {
             |ui| {
                 egui::ScrollArea::vertical().id_salt("method").auto_shrink(false).show(ui, |ui| {
                     ui.spacing_mut().item_spacing = vec2(GAP, 8.0);
-                    let kinds = [(MethodKind::Lora, "LoRA"), (MethodKind::Full, "Full")];
+                    let kinds = [(MethodKind::Lora, "LoRA"), (MethodKind::Qlora, "QLoRA"), (MethodKind::Full, "Full")];
                     segmented(ui, "Method", &mut self.form.kind, &kinds, 26.0);
                     // The scroll bar floats over the right edge.
                     let third = ((ui.available_width() - 2.0 * GAP - 6.0) / 3.0).floor();
                     self.numbers(ui, third, problems);
                     self.intervals(ui, third, problems);
-                    if self.form.kind == MethodKind::Lora {
+                    if self.form.kind.has_adapters() {
                         self.adapters(ui, problems);
                     }
                     self.method_notes(ui, config);
@@ -42,7 +42,7 @@ impl SetupView {
     fn numbers(&mut self, ui: &mut Ui, third: f32, problems: &[Problem]) {
         let form = &mut self.form;
         let find = |name: &str| problem(problems, name);
-        if form.kind == MethodKind::Lora {
+        if form.kind.has_adapters() {
             ui.horizontal_top(|ui| {
                 field(ui, "Rank", &mut form.rank, third, "", find("method.r"));
                 field(ui, "Alpha", &mut form.alpha, third, "", find("method.lora_alpha"));

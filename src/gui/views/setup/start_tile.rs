@@ -81,7 +81,7 @@ impl SetupView {
     fn what_will_happen(&self, ui: &mut Ui, config: &RunConfig, context: &ViewContext<'_>) {
         let theme = Theme::of(ui);
         let what = match config.method.kind {
-            MethodKind::Lora => "The adapter",
+            MethodKind::Lora | MethodKind::Qlora => "The adapter",
             MethodKind::Full => "The whole model",
         };
         let saved = match config.train.save_every {

@@ -17,6 +17,7 @@ use cudarc::driver::{CudaContext, result};
 use serde::{Deserialize, Serialize};
 
 use super::CudaDevice;
+use super::driver::Driver;
 use super::probe::DeviceFacts;
 use crate::base::error::Result;
 use crate::tensor::dtype::DType;
@@ -24,7 +25,7 @@ use choices::{Algorithm, Choices, Maker};
 use plan::Product;
 
 /// Scratch that the library may use, in bytes: what NVIDIA recommends for Hopper, and enough for older cards.
-const WORKSPACE_BYTES: usize = 32 << 20;
+pub const WORKSPACE_BYTES: usize = 32 << 20;
 /// Products of at least this many floating-point operations are timed: below it the choice matters less than a launch. The thin products of adapters
 /// are among those that the library guesses worst.
 const MIN_TIMED_FLOP: f64 = 1e8;
@@ -206,11 +207,17 @@ impl BlasLt {
     ///
     /// # Errors
     /// When the library has no algorithm for the shape or refuses the launch.
-    pub fn matmul(&self, device: &CudaDevice, shape: Shape, operands: Operands) -> Result<()> {
-        self.queue(device, shape, operands).with_context(|| format!("cuBLASLt for {shape:?}"))
+    pub(in crate::tensor::cuda) fn matmul(
+        &self,
+        device: &CudaDevice,
+        driver: &Driver,
+        shape: Shape,
+        operands: Operands,
+    ) -> Result<()> {
+        self.queue(device, driver, shape, operands).with_context(|| format!("cuBLASLt for {shape:?}"))
     }
 
-    fn queue(&self, device: &CudaDevice, mut shape: Shape, mut operands: Operands) -> Result<()> {
+    fn queue(&self, device: &CudaDevice, driver: &Driver, mut shape: Shape, mut operands: Operands) -> Result<()> {
         if operands.beta == 0.0 {
             (operands.source, shape.ld_source) = (operands.c, shape.ldc);
         }
@@ -223,18 +230,25 @@ impl BlasLt {
                 Some(plan) => plan.clone(),
                 None => {
                     let product = Arc::new(Product::new(case)?);
-                    let algorithm = self.choose(device, &mut plans, &product, case, operands)?;
+                    let algorithm = self.choose(device, driver, &mut plans, &product, case, operands)?;
                     plans.by_case.insert(case, (Arc::clone(&product), algorithm));
                     (product, algorithm)
                 }
             }
         };
-        self.launch(device, &product, algorithm, operands)
+        self.launch(device, driver, &product, algorithm, operands)
     }
 
-    fn launch(&self, device: &CudaDevice, product: &Product, algorithm: Algorithm, operands: Operands) -> Result<()> {
+    fn launch(
+        &self,
+        device: &CudaDevice,
+        driver: &Driver,
+        product: &Product,
+        algorithm: Algorithm,
+        operands: Operands,
+    ) -> Result<()> {
         device.count_launch();
-        product.launch(&self.handle, algorithm, operands, self.workspace, device.stream().cu_stream().cast())
+        product.launch(&self.handle, algorithm, operands, self.workspace, driver.stream.cu_stream().cast())
     }
 
     /// The algorithm for a case that is new in this process: of a large product the one chosen for its kind, by timing if nobody did so before;
@@ -242,6 +256,7 @@ impl BlasLt {
     fn choose(
         &self,
         device: &CudaDevice,
+        driver: &Driver,
         plans: &mut Plans,
         product: &Product,
         case: Case,
@@ -255,7 +270,7 @@ impl BlasLt {
             return if product.accepts(&self.handle, chosen) { Ok(chosen) } else { first() };
         }
         let proposals = product.proposals(&self.handle)?;
-        let Some(fastest) = timing::fastest(self, device, product, &case.shape, operands, &proposals) else {
+        let Some(fastest) = timing::fastest(self, device, driver, product, &case.shape, operands, &proposals) else {
             return first();
         };
         match choices.keep(&kind, fastest) {

@@ -1,0 +1,171 @@
+//! Plans of known models on assumed machines.
+
+use super::*;
+use crate::tensor::cuda::PinnedBytes;
+use crate::train::config::{MethodConfig, MethodKind, OptimizerConfig};
+
+const LLAMA_1B: &str = include_str!("../../assets/models/llama-3.2-1b.json");
+const QWEN3_8B: &str = include_str!("../../assets/models/qwen3-8b.json");
+
+const GIB: u64 = 1 << 30;
+
+fn planner(config: &str, tokens: usize, vram_bytes: u64) -> Planner {
+    let setup = TrainerSetup {
+        method: MethodConfig::default(),
+        optimizer: OptimizerConfig::default(),
+        switches: Switches::default(),
+        seed: 0,
+        total_steps: 1,
+    };
+    Planner {
+        config: ModelConfig::from_hf_json(config).unwrap(),
+        setup,
+        activations: ActivationsChoice::Auto,
+        work: Workload { tokens, longest: tokens, batches: 1 },
+        machine: Machine { host_bytes: Some(64 * GIB), ..Machine::assumed(vram_bytes, true) },
+    }
+}
+
+fn kept(plan: &MemoryPlan) -> (Activations, usize) {
+    let Switches { activations, offload, .. } = plan.choice().switches;
+    (activations, offload.buffers)
+}
+
+#[test]
+fn the_first_way_that_fits_is_chosen_and_the_ways_get_leaner() {
+    let needs: Vec<u64> = {
+        let plan = planner(LLAMA_1B, 8192, 1000 * GIB).plan();
+        assert_eq!((plan.chosen, kept(&plan).0), (0, Activations::Keep), "with room for all nothing is computed again");
+        assert!(plan.why.contains("are needed") && plan.advice.is_empty(), "{}", plan.why);
+        plan.tried.iter().map(|tried| tried.need.as_ref().unwrap().vram_bytes()).collect()
+    };
+    assert!(needs.is_sorted_by(|a, b| a > b), "{needs:?}");
+    let ways =
+        [(Activations::Keep, 0), (Activations::Recompute, 0), (Activations::Offload, 2), (Activations::Offload, 1)];
+    for (number, (&need, way)) in needs.iter().zip(ways).enumerate() {
+        // As much as it takes, and the margin.
+        let plan = planner(LLAMA_1B, 8192, need + need / 60).plan();
+        assert_eq!((plan.chosen, kept(&plan)), (number, way), "{}", plan.why);
+        assert!(plan.fits());
+        let passed = plan.why.matches(" would take ").count();
+        assert_eq!(passed, number, "each way that was passed over is named: {}", plan.why);
+    }
+}
+
+#[test]
+fn parts_add_up_to_the_peak_and_slabs_hold_it() {
+    let planner = planner(LLAMA_1B, 4096, 24 * GIB);
+    for tried in planner.plan().tried {
+        let need = tried.need.unwrap();
+        assert_eq!(need.parts.iter().map(|part| part.bytes).sum::<u64>(), need.peak_bytes);
+        assert!(need.slab_bytes() >= need.peak_bytes && need.gap_bytes() < need.peak_bytes / 10, "{need:?}");
+        assert_eq!(need.vram_bytes(), need.slab_bytes() + ASSUMED_CONTEXT);
+        let inputs = if tried.switches.activations == Activations::Offload { 15 * 4096 * 2048 * 2 } else { 0 };
+        assert!((inputs..inputs + (9 << 20)).contains(&need.pinned_bytes), "{}", need.pinned_bytes);
+    }
+}
+
+#[test]
+fn where_nothing_fits_the_advice_does() {
+    let planner = planner(QWEN3_8B, 16_384, 18 * GIB);
+    let plan = planner.plan();
+    assert!(!plan.fits() && plan.choice().against.is_some());
+    assert_eq!(kept(&plan), (Activations::Offload, 1), "the leanest stands for what is missing");
+    let tokens: usize = {
+        let text = plan.advice.iter().find(|text| text.contains("pack_len = ")).unwrap();
+        text.split("pack_len = ").nth(1).unwrap().split(' ').next().unwrap().parse().unwrap()
+    };
+    let with = |tokens| Planner { work: Workload { tokens, longest: tokens, batches: 1 }, ..planner.clone() }.plan();
+    assert!(with(tokens).fits() && !with(tokens + 64).fits(), "{tokens} is the longest that fits");
+    let card = plan.advice.iter().find(|text| text.contains("a card with")).unwrap();
+    let gib: f64 = card.split("a card with ").nth(1).unwrap().split(' ').next().unwrap().parse().unwrap();
+    let roomy = Machine { vram_bytes: ((gib + 0.01) * GIB as f64) as u64, ..planner.machine.clone() };
+    assert!(Planner { machine: roomy, ..planner.clone() }.plan().fits(), "{card}");
+    // The weights alone are too much.
+    let hopeless = Planner { machine: Machine::assumed(8 * GIB, true), ..planner }.plan();
+    assert!(!hopeless.advice.iter().any(|text| text.contains("pack_len")), "{:?}", hopeless.advice);
+}
+
+#[test]
+fn what_the_configuration_sets_is_kept_and_what_it_closes_is_said() {
+    let mut planner = planner(LLAMA_1B, 16_384, 7 * GIB);
+    planner.activations = ActivationsChoice::Keep;
+    let plan = planner.plan();
+    assert_eq!((plan.tried.len(), kept(&plan).0, plan.fits()), (1, Activations::Keep, false));
+    assert!(plan.advice.iter().any(|text| text.contains("activations = \"recompute\"")), "{:?}", plan.advice);
+    planner.activations = ActivationsChoice::Offload;
+    planner.machine.vram_bytes = 5 * GIB;
+    planner.setup.switches.offload.buffers = 1;
+    let plan = planner.plan();
+    assert_eq!((plan.tried.len(), kept(&plan)), (1, (Activations::Offload, 1)));
+    // Host memory counts too.
+    planner.machine.host_bytes = Some(100 << 20);
+    let plan = planner.plan();
+    assert!(plan.choice().against.as_ref().unwrap().contains("host memory"), "{:?}", plan.choice());
+}
+
+#[test]
+fn a_full_fine_tune_that_does_not_fit_is_told_of_adapters() {
+    let mut planner = planner(LLAMA_1B, 4096, 12 * GIB);
+    planner.setup.method = MethodConfig { kind: MethodKind::Full, ..MethodConfig::default() };
+    let plan = planner.plan();
+    assert!(!plan.fits());
+    assert!(plan.advice.iter().any(|text| text.contains("kind = \"lora\"")), "{:?}", plan.advice);
+}
+
+#[test]
+fn a_run_that_ran_out_of_memory_is_told_one_change_that_fits() {
+    let planner = planner(LLAMA_1B, 8192, 1000 * GIB);
+    let plan = planner.plan();
+    let change = planner.way_out(&plan).unwrap();
+    assert!(change.contains("activations = \"recompute\""), "{change}");
+    // At the end of the ways packs get shorter.
+    let last = MemoryPlan { chosen: plan.tried.len() - 1, ..plan };
+    let change = planner.way_out(&last).unwrap();
+    assert!(change.contains("pack_len = 7360 "), "{change}");
+}
+
+#[test]
+fn a_real_device_with_the_slabs_of_the_plan_asks_for_nothing_else() {
+    let planner = planner(LLAMA_1B, 2048, 24 * GIB);
+    let plan = planner.plan();
+    let need = plan.need().unwrap();
+    // What a driver has, played by a device with so much and no more.
+    let facts = RecordingFacts {
+        free_bytes: Some(need.slab_bytes()),
+        host_bytes: Some(64 * GIB),
+        ..RecordingFacts::unbounded(planner.machine.card.clone(), true)
+    };
+    let device = Device::recording(facts);
+    let Device::Cuda(gpu) = &device else { panic!("a GPU") };
+    plan.reserve(gpu);
+    let model = Transformer::random(
+        &planner.config,
+        &device,
+        Form { lora: lora_spec(&planner.setup.method).as_ref(), ..Form::default() },
+        0,
+    )
+    .unwrap();
+    let mut trainer = Trainer::new(model, planner.setup.clone()).unwrap();
+    trainer.follow(&plan);
+    let never = AtomicBool::new(false);
+    assert!(trainer.rehearse(&largest_batch(plan.work).unwrap(), &never).unwrap());
+    // Smaller batches of several sizes, each of which is recorded.
+    for tokens in [2048, 1800, 1500, 2000, 900, 1800, 1500, 2000, 900, 2048] {
+        let batch = largest_batch(Workload { tokens, longest: 700, batches: 1 }).unwrap();
+        trainer.step(&[batch], 0.0, &never).unwrap();
+    }
+    let slabs = [Pool::Lasting, Pool::Pass].map(|pool| gpu.arena_bytes(pool).slabs);
+    assert_eq!(slabs, [need.lasting_bytes, need.pass_bytes]);
+    assert_eq!(gpu.pinned_bytes(), PinnedBytes { now: need.pinned_bytes, peak: need.pinned_bytes });
+    assert_eq!(gpu.ledger().report().peak_bytes, need.peak_bytes);
+}
+
+#[test]
+fn deviations_are_told_from_a_twentieth_on() {
+    assert_eq!(deviation("the peak", 1000, 1049), None);
+    assert_eq!(deviation("the peak", 1000, 951), None);
+    let told = deviation("the peak", GIB, GIB + GIB / 10).unwrap();
+    assert_eq!(told, "the peak: 1.10 GiB where 1.00 GiB were planned (+10.0 %)");
+    assert!(deviation("the peak", GIB, GIB - GIB / 10).is_some());
+}

@@ -1,0 +1,223 @@
+//! Steps on a recording device: a GPU without a driver, on which the trainer's own code takes memory and nothing is done.
+
+#![allow(clippy::unwrap_used, clippy::disallowed_methods, clippy::disallowed_macros)]
+
+#[path = "support/golden_family.rs"]
+mod golden_family;
+
+use golden_family::{Family, NEVER};
+use tandem::base::error::OutOfMemory;
+use tandem::data::example::{Example, IGNORE_INDEX};
+use tandem::data::pack::PackedBatch;
+use tandem::model::config::ModelConfig;
+use tandem::model::transformer::{Form, Transformer};
+use tandem::tensor::cuda::{DeviceFacts, Pool, RecordingFacts};
+use tandem::tensor::{Device, Gpu, MemoryCategory};
+use tandem::train::batch::bucket;
+use tandem::train::config::{Activations, AttentionPath, MethodConfig, MethodKind, OffloadPolicy, OptimizerConfig};
+use tandem::train::switches::Switches;
+use tandem::train::trainer::{Stepped, Trainer, TrainerSetup, lora_spec};
+
+const LLAMA_1B: &str = include_str!("../assets/models/llama-3.2-1b.json");
+const QWEN3_32B: &str = include_str!("../assets/models/qwen3-32b.json");
+
+fn facts() -> RecordingFacts {
+    RecordingFacts { host_bytes: Some(1 << 40), ..RecordingFacts::unbounded(DeviceFacts::assumed(24 << 30), true) }
+}
+
+fn gpu(device: &Device) -> Gpu {
+    let Device::Cuda(gpu) = device else { panic!("a recording device is a GPU to whoever uses it") };
+    gpu.clone()
+}
+
+fn pack(lengths: &[usize]) -> PackedBatch {
+    let document = |&len: &usize| {
+        let input_ids: Vec<i32> = (0..len as i32).map(|i| i % 61).collect();
+        Example { labels: input_ids[1..].iter().copied().chain([IGNORE_INDEX]).collect(), input_ids }
+    };
+    PackedBatch::from_examples(&lengths.iter().map(document).collect::<Vec<_>>())
+}
+
+fn trainer(device: &Device, config: &str, method: MethodConfig, switches: Switches) -> Trainer {
+    let config = ModelConfig::from_hf_json(config).unwrap();
+    let model =
+        Transformer::random(&config, device, Form { lora: lora_spec(&method).as_ref(), ..Form::default() }, 1).unwrap();
+    let setup = TrainerSetup { method, optimizer: OptimizerConfig::default(), switches, seed: 1, total_steps: 10 };
+    Trainer::new(model, setup).unwrap()
+}
+
+fn switches(activations: Activations) -> Switches {
+    let offload = OffloadPolicy { buffers: 2, force: true, ..OffloadPolicy::default() };
+    Switches { activations, offload, ..Switches::default() }
+}
+
+/// Steps of which each is queued; the last report comes with the flush.
+fn steps(trainer: &mut Trainer, batches: &[PackedBatch], count: usize) {
+    for _ in 0..count {
+        assert!(matches!(trainer.step(batches, 0.0, &NEVER).unwrap(), Stepped::Submitted(_)));
+    }
+    let report = trainer.flush().unwrap().unwrap();
+    assert_eq!((report.loss, report.grad_norm), (0.0, 0.0), "nothing is computed");
+}
+
+fn peak(device: &Device, category: MemoryCategory) -> u64 {
+    device.memory().categories.into_iter().find(|bytes| bytes.category == category).unwrap().peak_bytes
+}
+
+#[test]
+fn golden_families_train_on_a_device_that_does_nothing_and_allocate_once() {
+    for family in Family::all() {
+        for activations in [Activations::Keep, Activations::Recompute, Activations::Offload] {
+            let device = Device::recording(facts());
+            let gpu = gpu(&device);
+            let mut trainer = family.lora_trainer(&device, activations);
+            trainer.set_switches(switches(activations));
+            let batch = family.batch();
+            let batches = std::slice::from_ref(&batch);
+            let mut counters = vec![gpu.counters()];
+            let mut memory = Vec::new();
+            for _ in 0..4 {
+                steps(&mut trainer, batches, 1);
+                counters.push(gpu.counters());
+                memory.push((device.memory().now_bytes, device.memory().peak_bytes, gpu.arena_bytes(Pool::Pass)));
+            }
+            let launches: Vec<u64> = counters.windows(2).map(|pair| (pair[1] - pair[0]).launches).collect();
+            assert!(launches[0] > 50, "{}: {launches:?}", family.name);
+            assert_eq!(launches[2], launches[3], "{}", family.name);
+            assert_eq!(trainer.unrecorded(), None, "passes are recorded as on a GPU");
+            assert_eq!((counters[4] - counters[2]).allocations, 0, "{}", family.name);
+            assert_eq!(memory[2], memory[3], "{}: two steps alike take the same", family.name);
+            assert_eq!(memory[0].2, memory[3].2, "{}: a recorded pass takes the places of the first", family.name);
+            assert_eq!(peak(&device, MemoryCategory::OffloadBuffers) > 0, activations == Activations::Offload);
+            drop(trainer);
+            assert_eq!(device.memory().now_bytes, 0, "{}: everything is given back", family.name);
+        }
+    }
+}
+
+#[test]
+fn peaks_by_category_are_what_arithmetic_says() {
+    let config = ModelConfig::from_hf_json(LLAMA_1B).unwrap();
+    let (hidden, inner, layers) = (config.hidden_size, config.intermediate_size, config.num_hidden_layers);
+    let (q, kv, vocab) = (config.q_size(), config.kv_size(), config.vocab_size);
+    let method = MethodConfig { r: 16, ..MethodConfig::default() };
+    let tokens = 2048;
+    let linears =
+        [(hidden, q), (hidden, kv), (hidden, kv), (q, hidden), (hidden, inner), (hidden, inner), (inner, hidden)];
+    let adapters = 4 * 16 * layers * linears.iter().map(|(inputs, outputs)| inputs + outputs).sum::<usize>();
+    let stride = |columns: usize| columns.next_multiple_of(64);
+    // Weights of one input with their adapters, in rows of whole lines; table, norms.
+    let matrices = (q + 2 * kv + 48) * stride(hidden + 48)
+        + (hidden + 16) * stride(q + 16)
+        + (2 * inner + 32) * stride(hidden + 32)
+        + (hidden + 16) * stride(inner + 16);
+    let weights = 2 * (layers * (matrices + 2 * hidden) + vocab * hidden + hidden);
+
+    for (activations, inputs) in
+        [(Activations::Recompute, layers), (Activations::Offload, 3), (Activations::Keep, layers)]
+    {
+        let device = Device::recording(facts());
+        let mut trainer = trainer(&device, LLAMA_1B, method.clone(), switches(activations));
+        steps(&mut trainer, &[pack(&[tokens])], 3);
+        assert_eq!(peak(&device, MemoryCategory::Weights), weights as u64);
+        assert_eq!(peak(&device, MemoryCategory::Adapters), adapters as u64);
+        assert_eq!(peak(&device, MemoryCategory::Gradients), adapters as u64);
+        let optimizer = peak(&device, MemoryCategory::Optimizer);
+        assert!((2 * adapters as u64..2 * adapters as u64 + (1 << 16)).contains(&optimizer), "{optimizer}");
+        let input = 2 * tokens * hidden;
+        // q, k, v, attention's output with its statistics, the middle of the stream, gate and up.
+        let block = 2 * tokens * (q + 2 * kv + stride(q + 16) + hidden + stride(2 * inner + 32))
+            + 4 * tokens * config.num_attention_heads;
+        // Where inputs are not kept, the z of both.
+        let z = 2 * tokens * (48 + 32);
+        let kept = peak(&device, MemoryCategory::Activations);
+        let (want, slack) = match activations {
+            // And the statistics of a norm that is not kept.
+            Activations::Keep => (layers * (input + block + z) + input + 4 * tokens, 0),
+            _ => (inputs * input + block, 2 * input + z),
+        };
+        assert!((want as u64..=(want + slack) as u64).contains(&kept), "{activations:?}: {kept}, {want} by hand");
+        let buffers = if activations == Activations::Offload { input } else { 0 };
+        assert_eq!(peak(&device, MemoryCategory::OffloadBuffers), buffers as u64);
+        // Beside the memory for uploads, and that for results of steps.
+        let pinned = (8 << 20) + if activations == Activations::Offload { (layers - 1) * input } else { 0 };
+        let locked = gpu(&device).pinned_bytes().peak;
+        assert!((pinned as u64..pinned as u64 + 64).contains(&locked), "{activations:?}: {locked} bytes are locked");
+    }
+}
+
+#[test]
+fn what_a_recording_device_measures_is_what_one_slab_must_have() {
+    let run = |free_bytes: Option<u64>, first: Option<[u64; 2]>| {
+        let device = Device::recording(RecordingFacts { free_bytes, ..facts() });
+        let gpu = gpu(&device);
+        for (pool, bytes) in [Pool::Lasting, Pool::Pass].into_iter().zip(first.into_iter().flatten()) {
+            gpu.set_first_slab(pool, bytes);
+        }
+        let mut trainer = trainer(&device, LLAMA_1B, MethodConfig::default(), switches(Activations::Recompute));
+        steps(&mut trainer, &[pack(&[1500, 500]), pack(&[700, 900])], 3);
+        [Pool::Lasting, Pool::Pass].map(|pool| gpu.arena_bytes(pool))
+    };
+    let reach = run(None, None).map(|bytes| bytes.reach);
+    let whole = |bytes: u64| bytes.next_multiple_of(2 << 20);
+    let in_one = run(Some(1 << 40), Some(reach));
+    assert_eq!(in_one.map(|bytes| bytes.reach), reach);
+    assert_eq!(in_one.map(|bytes| bytes.slabs), reach.map(whole), "no second slab was asked for");
+    // Without it slabs come as they are needed, and something is lost between them.
+    let grown = run(Some(1 << 40), None);
+    assert!(grown.iter().zip(&reach).all(|(grown, &reach)| grown.slabs > whole(reach)), "{grown:?} against {reach:?}");
+}
+
+#[test]
+fn memory_that_is_not_there_is_refused_as_by_a_driver() {
+    let facts = RecordingFacts { free_bytes: Some(3 << 30), ..facts() };
+    let device = Device::recording(facts);
+    let mut trainer = trainer(&device, LLAMA_1B, MethodConfig::default(), switches(Activations::Keep));
+    let before = device.available_bytes().unwrap();
+    assert!(before < 1 << 30, "weights are in use: {before}");
+    let error = trainer.step(&[pack(&[8192])], 0.0, &NEVER).unwrap_err();
+    let OutOfMemory { wanted_bytes, free_bytes, .. } = error.downcast_ref().unwrap();
+    assert!(wanted_bytes > free_bytes, "{error:#}");
+    steps(&mut trainer, &[pack(&[64])], 2);
+}
+
+#[test]
+fn full_fine_tuning_and_masks_take_their_memory_too() {
+    let full = MethodConfig { kind: MethodKind::Full, ..MethodConfig::default() };
+    let device = Device::recording(facts());
+    let mut trainer_of_all = trainer(&device, LLAMA_1B, full, switches(Activations::Recompute));
+    steps(&mut trainer_of_all, &[pack(&[512])], 2);
+    let parameters = ModelConfig::from_hf_json(LLAMA_1B).unwrap().num_parameters();
+    assert_eq!(peak(&device, MemoryCategory::Gradients), 4 * parameters);
+    // Masters and both moments.
+    let optimizer = peak(&device, MemoryCategory::Optimizer);
+    assert!((12 * parameters..12 * parameters + (1 << 20)).contains(&optimizer), "{optimizer}");
+
+    let metadata = |attention| {
+        let device = Device::recording(facts());
+        let masked = Switches { attention, ..switches(Activations::Recompute) };
+        steps(&mut trainer(&device, LLAMA_1B, MethodConfig::default(), masked), &[pack(&[8192])], 3);
+        peak(&device, MemoryCategory::Metadata)
+    };
+    let mask = (8192 * 8192 / 8) as u64;
+    let (varlen, masked) = (metadata(AttentionPath::Varlen), metadata(AttentionPath::Masked));
+    // The one that was built, and the one that the graph reads.
+    assert!((varlen + 2 * mask..varlen + 4 * mask).contains(&masked), "{masked} against {varlen}");
+}
+
+#[test]
+fn a_model_of_32_billion_parameters_takes_no_memory_of_the_host() {
+    let tokens = 16_384;
+    let device = Device::recording(facts());
+    let process_bytes = || device.memory().process_bytes;
+    let before = process_bytes();
+    let mut trainer = trainer(&device, QWEN3_32B, MethodConfig::default(), switches(Activations::Recompute));
+    steps(&mut trainer, &[pack(&[tokens])], 2);
+    let config = ModelConfig::from_hf_json(QWEN3_32B).unwrap();
+    assert!(device.memory().peak_bytes > 2 * config.num_parameters());
+    let inputs = (2 * bucket(tokens) * config.hidden_size * config.num_hidden_layers) as u64;
+    assert!(peak(&device, MemoryCategory::Activations) > inputs);
+    if let Some((before, after)) = before.zip(process_bytes()) {
+        assert!(after < before + (1 << 30), "{} bytes of host memory for a plan", after - before);
+    }
+}
