@@ -187,10 +187,12 @@ fn elementwise_operations() {
             let mut dbias = d.zeros_f32(SCRATCH, &[width]);
             elementwise::sum_rows(d, &tx, &mut dbias);
             let rows_of = d.indices(SCRATCH, picked.clone());
-            let mut gathered = d.empty(SCRATCH, &[picked.len(), width]);
-            elementwise::gather_rows(d, &ty, &rows_of, &mut gathered);
-            let mut scattered = d.empty(SCRATCH, &[rows, width + 16]);
-            elementwise::scatter_rows(d, &gathered, &rows_of, &mut scattered);
+            // A run of them, from some number on.
+            let first = picked.len() / 3;
+            let mut gathered = d.empty(SCRATCH, &[picked.len() - first, width]);
+            elementwise::gather_rows(d, &ty, &rows_of, first, &mut gathered);
+            let mut scattered = d.zeros(SCRATCH, &[rows, width + 16]);
+            elementwise::scatter_rows(d, &gathered, &rows_of, first, &mut scattered);
             let mut gate_up = d.zeros(SCRATCH, &[rows, 2 * width + 16]);
             elementwise::copy(d, &tx, gate_up.first_columns_mut(width));
             elementwise::copy(d, &ty, gate_up.view_mut().columns(width, width));
