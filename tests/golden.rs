@@ -8,7 +8,7 @@
 mod golden_family;
 
 use golden_family::{
-    Family, NEVER, adapter_values, assert_close, assert_within_bf16, bf16_deviations, bf16_errors, device,
+    Family, NEVER, adapter_values, assert_close, assert_within_bf16, bf16_bound, bf16_deviations, bf16_errors, device,
     full_gradients, golden_file, packed, set_adapters, smollm2,
 };
 use tandem::data::pack::PackedBatch;
@@ -52,7 +52,7 @@ fn golden_gradients_of_every_parameter() {
         let weight = 1.0 / batch.num_label_tokens as f32;
         for (activations, mlp_rows) in PASSES {
             let mut model = family.model(&device(2));
-            model.set_memory_policy(MemoryPolicy { mlp_rows });
+            model.set_mlp_rows(mlp_rows);
             let (sum, grads) = full_gradients(&mut model, std::slice::from_ref(&batch), weight, activations);
             let mean = (sum / batch.num_label_tokens as f64) as f32;
             assert_close(&format!("{}: loss_mean", family.name), &[mean], &family.f32s("loss_mean"), F32_BOUND);
@@ -79,7 +79,7 @@ fn golden_adapter_gradients_and_six_adamw_steps() {
     for family in Family::all() {
         for (activations, mlp_rows) in PASSES {
             let mut trainer = family.lora_trainer(&device(2), activations);
-            let memory = MemoryPolicy { mlp_rows };
+            let memory = MemoryPolicy { mlp_rows, ..MemoryPolicy::default() };
             trainer.set_switches(Switches { memory, ..trainer.switches() });
             let batch = family.batch();
             let mut losses = Vec::new();
@@ -112,6 +112,27 @@ fn golden_adapter_gradients_and_six_adamw_steps() {
             }
         }
     }
+}
+
+#[test]
+fn golden_full_fine_tuning_follows_the_losses_of_transformers() {
+    let mut compared = 0;
+    for family in Family::all() {
+        let Some(want) = family.full_finetune() else { continue };
+        let exact = family.full_losses(&device(2), &want, |_| ());
+        for (step, (got, want)) in exact.iter().zip(&want.losses).enumerate() {
+            assert_close(&format!("{}: loss[{step}]", family.name), &[*got], &[*want], F32_BOUND);
+        }
+        let bf16 = family.full_losses(&Device::cpu(2, Precision::Bf16).unwrap(), &want, |_| ());
+        let bound = bf16_bound("loss", want.bf16_error);
+        assert_close(&format!("{}: losses in bf16", family.name), &bf16, &want.losses, bound);
+        // State in 8 bits takes nearly the same way: nearer than the arithmetic of bf16 does.
+        let in_8_bits = family.full_losses(&device(2), &want, |setup| setup.optimizer.bits = 8);
+        assert_ne!(in_8_bits, exact, "{}: some tensors are large enough for 8 bits", family.name);
+        assert_close(&format!("{}: losses with 8-bit state", family.name), &in_8_bits, &want.losses, bound / 4.0);
+        compared += 1;
+    }
+    assert!(compared > 0, "no family has losses of full fine-tuning");
 }
 
 #[test]

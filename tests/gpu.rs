@@ -13,7 +13,9 @@ mod gpu_optimizations;
 
 use std::collections::HashMap;
 
-use golden_family::{Family, NEVER, adapter_values, assert_within_bf16, bf16_deviations, bf16_errors, packed};
+use golden_family::{
+    Family, NEVER, adapter_values, assert_within_bf16, bf16_bound, bf16_deviations, bf16_errors, error, packed,
+};
 use tandem::base::error::NonFinite;
 use tandem::data::pack::PackedBatch;
 use tandem::tensor::phase::Phase;
@@ -62,6 +64,24 @@ fn golden_families_on_the_gpu_are_as_near_to_f32_as_bf16_elsewhere() {
             assert_within_bf16(&family, &bf16_deviations(&family, &gpu, path, mlp_rows), &theirs);
         }
     }
+}
+
+#[test]
+fn golden_full_fine_tuning_on_the_gpu_follows_the_losses_of_transformers() {
+    let Some(gpu) = gpu() else { return };
+    let mut compared = 0;
+    for family in Family::all() {
+        let Some(want) = family.full_finetune() else { continue };
+        let bound = bf16_bound("loss", want.bf16_error);
+        for bits in [32, 8] {
+            let losses = family.full_losses(&gpu, &want, |setup| setup.optimizer.bits = bits);
+            let off = error(&losses, &want.losses);
+            println!("{}, state in {bits} bits: {off:.2e}, bound {bound:.2e}", family.name);
+            assert!(off <= bound, "{}, state in {bits} bits: {losses:?} against {:?}", family.name, want.losses);
+        }
+        compared += 1;
+    }
+    assert!(compared > 0, "no family has losses of full fine-tuning");
 }
 
 #[test]

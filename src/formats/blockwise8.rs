@@ -12,21 +12,38 @@ const GRID: usize = 1 << 16;
 /// The signed dynamic map, ascending from −0.993 to 1, without units. For each of seven exponents i it holds the centres of 2^i equal parts of
 /// [0.1, 1], times 10^(i−6), with both signs; and 0 and 1.
 pub fn dynamic_map() -> [f32; MAP_LEN] {
+    let centres = (0..7).flat_map(|exponent| centres(exponent, 1 << exponent));
+    ascending(centres.flat_map(|centre| [centre, -centre]))
+}
+
+/// The unsigned dynamic map, ascending from 0 to 1, without units: as [`dynamic_map`] with twice as many parts instead of signs.
+pub fn unsigned_dynamic_map() -> [f32; MAP_LEN] {
+    ascending((0..7).flat_map(|exponent| centres(exponent, 2 << exponent)))
+}
+
+/// The centres of `parts` equal parts of [0.1, 1], times 10^(exponent−6).
+fn centres(exponent: i32, parts: usize) -> impl Iterator<Item = f32> {
+    let scale = 10f64.powi(exponent - 6) as f32;
+    (0..parts).map(move |part| (tenth_to_one(part, parts) + tenth_to_one(part + 1, parts)) / 2.0 * scale)
+}
+
+/// The values of a map, which are two fewer than it has, with 0 and 1.
+fn ascending(values: impl Iterator<Item = f32>) -> [f32; MAP_LEN] {
     let mut map = [0.0; MAP_LEN];
     map[1] = 1.0;
-    let mut len = 2;
-    for exponent in 0..7 {
-        let parts = 1_usize << exponent;
-        let scale = 10f64.powi(exponent - 6) as f32;
-        for part in 0..parts {
-            let centre = (tenth_to_one(part, parts) + tenth_to_one(part + 1, parts)) / 2.0 * scale;
-            map[len] = centre;
-            map[len + 1] = -centre;
-            len += 2;
-        }
-    }
+    map[2..].iter_mut().zip(values).for_each(|(place, value)| *place = value);
     map.sort_unstable_by(f32::total_cmp);
     map
+}
+
+/// What parts the values of an ascending map: a number above the i-th middle is nearer to value i + 1 than to value i.
+pub fn middles(map: &[f32; MAP_LEN]) -> [f32; MAP_LEN - 1] {
+    std::array::from_fn(|i| 0.5 * (map[i] + map[i + 1]))
+}
+
+/// The code of the value nearest to `x`, the lower one in a middle: as bitsandbytes' forms for GPUs compare, whatever the distance of values.
+pub fn nearest(middles: &[f32; MAP_LEN - 1], x: f32) -> u8 {
+    middles.partition_point(|middle| *middle < x) as u8
 }
 
 /// `torch.linspace(0.1, 1, parts + 1)[i]`: counted from the nearer end, with one rounding for product and sum.
@@ -100,6 +117,20 @@ mod tests {
         assert!(map.is_sorted_by(|a, b| a < b));
         assert_eq!((map[127], map[255]), (0.0, 1.0));
         assert!((map[0] + 0.993).abs() < 1e-3 && (map[128] - 5.5e-7).abs() < 1e-12);
+    }
+
+    #[test]
+    fn the_unsigned_map_is_twice_as_fine_and_its_own_values_are_nearest_to_themselves() {
+        let map = unsigned_dynamic_map();
+        assert!(map.is_sorted_by(|a, b| a < b));
+        assert_eq!((map[0], map[255]), (0.0, 1.0));
+        assert!((map[1] - 3.25e-7).abs() < 1e-12 && (map[254] - 0.996_484_4).abs() < 1e-6);
+        for map in [map, dynamic_map()] {
+            let middles = middles(&map);
+            assert!(map.iter().enumerate().all(|(code, x)| usize::from(nearest(&middles, *x)) == code));
+            assert!(middles.iter().enumerate().all(|(code, x)| usize::from(nearest(&middles, *x)) == code));
+            assert_eq!((nearest(&middles, 2.0), nearest(&middles, -2.0)), (255, 0));
+        }
     }
 
     #[test]

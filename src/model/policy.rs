@@ -34,6 +34,33 @@ impl Default for OffloadPolicy {
     }
 }
 
+/// Where something lies that is not worked on all the time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Placement {
+    /// In the device's memory.
+    #[default]
+    Device,
+    /// In the host's memory, page-locked: a GPU reads and writes it over the bus.
+    Host,
+}
+
+/// Where a model and its training put what takes memory, and how much they work on at one time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct MemoryPolicy {
+    /// The table of token embeddings, where it does not train and is not the head's as well.
+    pub embedding: Placement,
+    /// The optimizer's moments.
+    pub optimizer_state: Placement,
+    /// What weights in 4 bits are multiplied as.
+    pub dequantized: Dequantized,
+    /// Most rows (tokens) that the MLP of a block takes at one time where its activations are not kept; 0: all of a pass.
+    pub mlp_rows: usize,
+    /// Most tokens of a pass into which packs of a step are joined; 0: each pack has a pass of its own.
+    pub pass_tokens: usize,
+}
+
 /// How attention knows which tokens of a pack see each other. Both give the same, up to the order of sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -94,11 +121,4 @@ impl WeightFormat {
             Self::Nf4 { double_quant, .. } => Some(double_quant),
         }
     }
-}
-
-/// How a model saves memory. None changes a result, but that sums over tiles are made in another order.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct MemoryPolicy {
-    /// Most rows (tokens) that the MLP of a block takes at one time where its activations are not kept; 0: all of a pass.
-    pub mlp_rows: usize,
 }

@@ -15,7 +15,7 @@ use anyhow::Context as _;
 use super::batch::DeviceBatch;
 use super::block::Block;
 use super::metadata::SequenceMetadata;
-use super::policy::{Activations, AttentionPath, MemoryPolicy, OffloadPolicy};
+use super::policy::{Activations, AttentionPath, OffloadPolicy};
 use super::transformer::{BlockRun, PassOptions, Transformer};
 use crate::base::error::Result;
 use crate::layers::parameter::Grads;
@@ -43,7 +43,7 @@ struct Kind {
     total_tokens: usize,
     activations: Activations,
     attention: AttentionPath,
-    memory: MemoryPolicy,
+    mlp_rows: usize,
     /// With offload: how, and with which memory.
     offload: Option<(OffloadPolicy, u64)>,
 }
@@ -167,8 +167,8 @@ impl Transformer {
             let offload = self.offload();
             (offload.policy(), offload.generation())
         });
-        let (total_tokens, memory) = (batch.total_tokens(), self.memory_policy());
-        let kind = Kind { total_tokens, activations: options.activations, attention, memory, offload };
+        let (total_tokens, mlp_rows) = (batch.total_tokens(), self.mlp_rows());
+        let kind = Kind { total_tokens, activations: options.activations, attention, mlp_rows, offload };
         // A device that has failed does nothing until the step ends, whichever way.
         let usable = recordings.unused.is_none() && !gpu.has_failed();
         let Some(place) = usable.then(|| recordings.place(kind)).flatten() else {
@@ -275,7 +275,7 @@ impl Transformer {
     }
 
     /// Whether an adapter drops inputs in training.
-    fn drops(&self) -> bool {
+    pub fn drops(&self) -> bool {
         let projections = self.blocks.iter().flat_map(|block| block.projections());
         let mut adapters = projections.flat_map(|projection| &projection.linears).filter_map(|linear| linear.lora);
         adapters.any(|lora| lora.dropout > 0.0)
@@ -291,7 +291,7 @@ mod tests {
             total_tokens,
             activations: Activations::Keep,
             attention: AttentionPath::Varlen,
-            memory: MemoryPolicy::default(),
+            mlp_rows: 0,
             offload: None,
         }
     }

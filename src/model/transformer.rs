@@ -11,7 +11,7 @@ use super::config::ModelConfig;
 use super::lora::LoraSpec;
 use super::metadata::{CacheCounts, CacheEntry, MetadataCache, MetadataPolicy, SequenceMetadata};
 use super::offload::{Offload, Travel};
-use super::policy::{Activations, AttentionPath, Dequantized, MemoryPolicy, WeightFormat};
+use super::policy::{Activations, AttentionPath, Dequantized, WeightFormat};
 use super::rotary;
 use super::skeleton::{Skeleton, skeleton};
 use crate::base::error::Result;
@@ -34,7 +34,7 @@ pub struct Transformer {
     pub(super) blocks: Vec<Block>,
     pub(super) head: Head,
     attention_path: AttentionPath,
-    memory: MemoryPolicy,
+    mlp_rows: usize,
     metadata: MetadataCache,
     pub(super) offload: Mutex<Offload>,
     inv_freq: Vec<f32>,
@@ -108,7 +108,7 @@ impl Transformer {
             blocks,
             head,
             attention_path: AttentionPath::default(),
-            memory: MemoryPolicy::default(),
+            mlp_rows: 0,
             metadata: MetadataCache::new(MetadataPolicy::default(), config.windows().len()),
             offload: Mutex::default(),
             inv_freq: rotary::inv_freq(config),
@@ -146,14 +146,15 @@ impl Transformer {
         self.attention_path = path;
     }
 
-    /// Sets what is held in pieces, in every pass from now on. A new model holds all at once.
-    pub fn set_memory_policy(&mut self, policy: MemoryPolicy) {
-        self.memory = policy;
+    /// Sets how many rows the MLP of a block takes at most at one time where its activations are not kept, in every pass from now on. A new model
+    /// takes all of them, which 0 means.
+    pub fn set_mlp_rows(&mut self, mlp_rows: usize) {
+        self.mlp_rows = mlp_rows;
     }
 
-    /// What is held in pieces.
-    pub fn memory_policy(&self) -> MemoryPolicy {
-        self.memory
+    /// What [`Self::set_mlp_rows`] set.
+    pub(super) fn mlp_rows(&self) -> usize {
+        self.mlp_rows
     }
 
     /// Sets where layers get what they know of the documents, in every pass from now on. A new model keeps it in a cache.
@@ -267,7 +268,7 @@ impl Transformer {
             }
             let keep = i >= first && activations == Activations::Keep;
             let metadata = metadata(block, Pass::Forward);
-            let (out, saved) = block.forward(ctx, metadata.sequences(batch), &x, keep, self.memory.mlp_rows);
+            let (out, saved) = block.forward(ctx, metadata.sequences(batch), &x, keep, self.mlp_rows);
             let input = std::mem::replace(&mut x, out);
             if i >= first {
                 let x = match carrier {
@@ -330,7 +331,7 @@ impl Transformer {
             }
         }
         // Who offloads or takes the MLP in tiles is short of memory.
-        let mlp_rows = self.memory.mlp_rows;
+        let mlp_rows = self.mlp_rows;
         let short = travel.is_some() || Tiling::new(batch.total_tokens(), mlp_rows).is_split();
         let keep = if short { Keep::Longest } else { Keep::Inputs };
         let first = self.first_trained_block();
@@ -397,7 +398,7 @@ impl Transformer {
                 return None;
             }
             let metadata = self.metadata(batch, block.window, Pass::Forward);
-            x = block.forward(ctx, metadata.sequences(batch), &x, false, self.memory.mlp_rows).0;
+            x = block.forward(ctx, metadata.sequences(batch), &x, false, self.mlp_rows).0;
         }
         Some(x)
     }

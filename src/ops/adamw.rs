@@ -27,6 +27,7 @@ pub struct AdamWParams {
 pub(super) struct Constants {
     pub(super) step_size: f32,
     pub(super) decay: f32,
+    pub(super) beta1: f32,
     pub(super) one_minus_beta1: f32,
     pub(super) beta2: f32,
     pub(super) one_minus_beta2: f32,
@@ -40,6 +41,7 @@ impl AdamWParams {
         Constants {
             step_size: (self.lr / correction1) as f32,
             decay: (1.0 - self.lr * self.weight_decay) as f32,
+            beta1: self.beta1 as f32,
             one_minus_beta1: (1.0 - self.beta1) as f32,
             beta2: self.beta2 as f32,
             one_minus_beta2: (1.0 - self.beta2) as f32,

@@ -4,6 +4,7 @@
 //! Shapes are checked by `assert!` at the entry: a wrong one is a defect of the caller, never of a user's input.
 
 pub mod adamw;
+pub mod adamw8;
 pub mod adapter;
 pub mod attention;
 pub mod cross_entropy;

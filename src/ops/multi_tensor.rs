@@ -3,6 +3,7 @@
 use std::mem::offset_of;
 
 use super::adamw::AdamWParams;
+use super::adamw8::{self, Moment8};
 use super::norm::ClipValues;
 use crate::kernel_args;
 use crate::tensor::cuda::{CudaBuffer, Launch, ReadSlot, Readback};
@@ -21,8 +22,11 @@ struct Entry {
     param: u64,
     working: u64,
     grad: u64,
+    /// Moments in f32, or their codes where `m_absmax` is an address.
     m: u64,
     v: u64,
+    m_absmax: u64,
+    v_absmax: u64,
     n: i64,
     /// Values between rows of `working`.
     working_stride: i64,
@@ -31,7 +35,7 @@ struct Entry {
     decays: i32,
 }
 
-const _: () = assert!(size_of::<Entry>() == 64 && offset_of!(Entry, n) == 40 && offset_of!(Entry, decays) == 60);
+const _: () = assert!(size_of::<Entry>() == 80 && offset_of!(Entry, n) == 56 && offset_of!(Entry, decays) == 76);
 
 /// A run of values of one tensor.
 #[repr(C)]
@@ -50,12 +54,19 @@ pub struct Member<'a> {
     pub working: Option<View<'a>>,
     /// Gradient.
     pub grad: View<'a>,
-    /// First moment.
-    pub m: &'a Tensor,
-    /// Second moment.
-    pub v: &'a Tensor,
+    /// First and second moment.
+    pub moments: Moments<'a>,
     /// Whether weight decay acts on it.
     pub decays: bool,
+}
+
+/// The moments of a tensor, first and second.
+#[derive(Debug, Clone, Copy)]
+pub enum Moments<'a> {
+    /// f32.
+    F32([&'a Tensor; 2]),
+    /// In 8 bits.
+    Blockwise8([&'a Moment8; 2]),
 }
 
 /// The table of trainable tensors and its work list, in device memory. The tensors must stay where they are.
@@ -64,6 +75,8 @@ pub struct MultiTensor {
     entries: CudaBuffer,
     chunks: CudaBuffer,
     num_chunks: usize,
+    /// The maps of moments in 8 bits.
+    maps: Tensor,
     partials: Tensor,
     /// {norm, factor on the gradient, 1 if the update may happen, sum of losses}. Once an update may not happen, none may any more: the host
     /// hears of it when the next one is queued already.
@@ -77,18 +90,33 @@ impl MultiTensor {
         let (mut entries, mut chunks) = (Vec::new(), Vec::new());
         for (tensor, member) in members.enumerate() {
             let n = member.param.len();
-            let parts = [member.grad, member.m.view(), member.v.view()];
             let fits = |part: &View<'_>| part.rows() * part.cols() == n;
-            assert!(parts.iter().chain(&member.working).all(fits), "shapes of an optimizer's tensors");
-            assert!(parts.iter().all(View::is_contiguous), "an optimizer's tensors have no gaps");
+            assert!(fits(&member.grad) && member.working.as_ref().is_none_or(fits), "shapes of an optimizer's tensors");
+            assert!(member.grad.is_contiguous(), "gradients have no gaps");
+            let ([m, v], [m_absmax, v_absmax]) = match member.moments {
+                Moments::F32(moments) => {
+                    assert!(moments.iter().all(|moment| moment.len() == n), "shapes of moments");
+                    (moments.map(Tensor::pointer), [0; 2])
+                }
+                Moments::Blockwise8(moments) => {
+                    let blocks = n.div_ceil(adamw8::BLOCK);
+                    let fits = |moment: &&Moment8| {
+                        moment.codes.len() == blocks * adamw8::BLOCK && moment.absmax.len() == blocks
+                    };
+                    assert!(moments.iter().all(fits), "shapes of moments in 8 bits");
+                    (moments.map(|moment| moment.codes.pointer()), moments.map(|moment| moment.absmax.pointer()))
+                }
+            };
             entries.push(Entry {
                 param: member.param.pointer(),
                 working: member.working.map_or(0, |working| working.pointer()),
                 working_stride: member.working.map_or(0, |working| working.stride() as i64),
                 working_cols: member.working.map_or(0, |working| working.cols() as i32),
                 grad: member.grad.pointer(),
-                m: member.m.pointer(),
-                v: member.v.pointer(),
+                m,
+                v,
+                m_absmax,
+                v_absmax,
                 n: n as i64,
                 decays: i32::from(member.decays),
             });
@@ -103,6 +131,7 @@ impl MultiTensor {
             entries: on_entries,
             num_chunks: chunks.len(),
             chunks: on_chunks,
+            maps: device.tensor_f32(category, &[adamw8::TABLES_LEN], adamw8::tables()),
             partials: device.empty_f32(category, &[chunks.len()]),
             state: device.tensor_f32(category, &[4], INITIAL.to_vec()),
             readback: Readback::new(gpu, INITIAL),
@@ -127,8 +156,10 @@ impl MultiTensor {
             entries,
             chunks,
             state,
+            self.maps.pointer(),
             c.step_size,
             c.decay,
+            c.beta1,
             c.one_minus_beta1,
             c.beta2,
             c.one_minus_beta2,

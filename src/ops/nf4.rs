@@ -49,7 +49,7 @@ impl Scales {
         match nested {
             None => Self::F32(f32s(blocks)),
             Some(blocksize) => Self::Nested {
-                codes: device.empty_bytes(MemoryCategory::Weights, blocks),
+                codes: device.zero_bytes(MemoryCategory::Weights, blocks),
                 blocksize,
                 scales: f32s(blocks.div_ceil(blocksize)),
                 map: f32s(MAP_LEN),
@@ -75,7 +75,7 @@ impl Nf4Weight {
             cols,
             dtype: Dtype::BF16,
             blocksize: BLOCK,
-            packed: device.empty_bytes(MemoryCategory::Weights, (rows * cols).div_ceil(2)),
+            packed: device.zero_bytes(MemoryCategory::Weights, (rows * cols).div_ceil(2)),
             scales: Scales::room(device, blocks, double.then_some(NESTED_BLOCK)),
         }
     }

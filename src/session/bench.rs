@@ -15,14 +15,14 @@ use crate::base::rng::{Philox, unit_f32};
 use crate::data::example::{Example, IGNORE_INDEX};
 use crate::data::pack::PackedBatch;
 use crate::model::config::ModelConfig;
-use crate::model::transformer::{Form, Transformer};
+use crate::model::transformer::Transformer;
 use crate::ops::matmul;
 use crate::tensor::cuda::Pool;
 use crate::tensor::memory::MemoryReport;
 use crate::tensor::phase::PhaseTime;
 use crate::tensor::{Device, MemoryCategory};
 use crate::train::config::{
-    ActivationsChoice, Dequantized, DeviceChoice, MethodConfig, MethodKind, OptimizerConfig, Precision, ScheduleKind,
+    ActivationsChoice, DeviceChoice, MemoryPolicy, MethodConfig, MethodKind, OptimizerConfig, Precision, ScheduleKind,
 };
 use crate::train::plan::MemoryPlan;
 use crate::train::report::{CacheReport, Choice, CopyReport, StepReport};
@@ -78,6 +78,11 @@ impl BenchOptions {
             "tokens ({tokens}) must be a multiple of pack ({pack})"
         );
         ensure!(steps >= 1, "at least one step must be measured");
+        let joined = self.switches.memory.pass_tokens;
+        ensure!(
+            joined == 0 || (joined >= pack && tokens > pack),
+            "pass_tokens ({joined}) joins packs of a step: it must be at least pack ({pack}), and tokens ({tokens}) several packs"
+        );
         ensure!(self.method.has_adapters(), "only methods with adapters are measured");
         Ok(())
     }
@@ -195,11 +200,18 @@ pub struct Bench {
     model: Option<Loaded>,
 }
 
+/// What a model was made for: another measurement with the same can use it.
+#[derive(Debug, PartialEq)]
+struct Made {
+    name: String,
+    method: MethodConfig,
+    memory: MemoryPolicy,
+}
+
 /// A trainer on random weights, and the state it began in.
 #[derive(Debug)]
 struct Loaded {
-    name: String,
-    method: MethodConfig,
+    made: Made,
     config: ModelConfig,
     trainer: Trainer,
     start: Snapshot,
@@ -219,24 +231,27 @@ impl Bench {
         let config = model_config(model)?;
         let method = MethodConfig { kind: method, r, ..MethodConfig::default() };
         let optimizer = OptimizerConfig { schedule: ScheduleKind::Constant, ..OptimizerConfig::default() };
-        let setup = TrainerSetup { method: method.clone(), optimizer, switches, seed: 1, total_steps: 1 };
+        let mut setup = TrainerSetup { method, optimizer, switches, seed: 1, total_steps: 1 };
         let lengths = options.lengths();
         let plan = match &self.device {
             Device::Cpu(_) => None,
             Device::Cuda(gpu) => Some((bench_plan::plan(options, &lengths, &config, &setup, gpu), gpu.clone())),
         };
-        let mut loaded = match self.model.take().filter(|loaded| loaded.name == *model && loaded.method == method) {
+        if let Some((plan, _)) = plan.as_ref().filter(|_| options.activations == ActivationsChoice::Auto) {
+            setup.switches = plan.choice().switches;
+        }
+        let made = Made { name: model.clone(), method: setup.method.clone(), memory: setup.switches.memory };
+        let mut loaded = match self.model.take().filter(|loaded| loaded.made == made) {
             Some(loaded) => loaded,
             None => {
                 if let Some((plan, gpu)) = &plan {
                     bench_plan::reserve(gpu, Pool::Lasting, plan);
                 }
-                let lora = lora_spec(&method);
-                let form = Form { lora: lora.as_ref(), weights: method.weight_format(Dequantized::Scratch) };
-                let weights = Transformer::random(&config, &self.device, form, 1)?;
+                let lora = lora_spec(&setup.method);
+                let weights = Transformer::random(&config, &self.device, setup.form(lora.as_ref()), 1)?;
                 let trainer = Trainer::new(weights, setup)?;
                 let start = trainer.snapshot();
-                Loaded { name: model.clone(), method, config, trainer, start, plan: None }
+                Loaded { made, config, trainer, start, plan: None }
             }
         };
         // What other switches have recorded holds memory that is none of this measurement's.

@@ -15,7 +15,7 @@ pub use self::fields::{FIELDS, Field, FieldKind};
 pub use self::parse::Override;
 use crate::base::error::Result;
 use crate::data::options::{LayoutChoice, Overlong, TrainOn};
-use crate::train::config::{MethodConfig, OptimizationsConfig, OptimizerConfig, TrainConfig};
+use crate::train::config::{MemoryConfig, MethodConfig, OptimizationsConfig, OptimizerConfig, TrainConfig};
 
 /// A whole run as written in `run.toml`.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
@@ -41,6 +41,8 @@ pub struct RunConfig {
     pub train: TrainConfig,
     /// `[optimizations]`.
     pub optimizations: OptimizationsConfig,
+    /// `[memory]`.
+    pub memory: MemoryConfig,
 }
 
 /// The word that stands for the starter model and the starter dataset in `path` fields.

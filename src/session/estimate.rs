@@ -90,7 +90,7 @@ fn estimate(
     let Machine { card, vram_bytes, .. } = &planner.machine;
     Ok(Estimate {
         model: name,
-        method: describe_method(&config.method),
+        method: describe_method(&config.method, config.optimizer.bits),
         device: match card.vram_bytes == *vram_bytes {
             true => card.name.clone(),
             false => format!("{}, used up to {}", card.name, units::bytes(*vram_bytes)),
@@ -113,7 +113,7 @@ pub fn planner(config: &RunConfig, model: &ModelConfig, work: Workload, machine:
         setup: TrainerSetup {
             method: config.method.clone(),
             optimizer: config.optimizer.clone(),
-            switches: Switches::of(&config.train, &config.optimizations),
+            switches: Switches::of(&config.train, &config.optimizations, &config.memory),
             seed: config.seed,
             total_steps,
         },

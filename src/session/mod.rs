@@ -34,8 +34,9 @@ pub use crate::model::metadata::{CacheCounts, CacheEntry, MetadataPolicy};
 pub use crate::tensor::memory::{CategoryBytes, MemoryCategory, MemoryReport};
 pub use crate::tensor::phase::{LaneKind, Pass, Phase, PhaseTime, Span};
 pub use crate::train::config::{
-    Activations, ActivationsChoice, AttentionPath, DeviceChoice, Metadata, MetadataBaseline, MethodConfig, MethodKind,
-    OffloadPolicy, OptimizationsConfig, OptimizerConfig, Precision, ScheduleKind, Switch, TrainConfig,
+    Activations, ActivationsChoice, AttentionPath, Dequantized, DeviceChoice, MemoryConfig, MemoryPolicy, Metadata,
+    MetadataBaseline, MethodConfig, MethodKind, OffloadPolicy, OptimizationsConfig, OptimizerConfig, Placement,
+    PlacementChoice, Precision, ScheduleKind, Switch, TrainConfig,
 };
 pub use crate::train::report::{CacheReport, Choice, CopyReport, EvalReport, Optimization, StepReport};
 pub use crate::train::switches::Switches;

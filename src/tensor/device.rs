@@ -4,12 +4,13 @@ use std::sync::Arc;
 
 use anyhow::Context as _;
 
+use super::bytes::{ByteStorage, Bytes};
 use super::clock::{PhaseClock, Script};
 use super::cuda::{CounterValues, CudaDevice, EventClock, Graph, PassScope, RecordingFacts};
 use super::dtype::{DType, Precision};
 use super::memory::{Ledger, MemoryCategory, MemoryReport};
 use super::pool::CpuPool;
-use super::storage::{ByteStorage, Bytes, IndexStorage, Indices, Storage, Tensor, is_pooled};
+use super::storage::{IndexStorage, Indices, Storage, Tensor, is_pooled};
 use crate::base::error::{NoDevice, Result};
 
 /// A device to train on. Cheap to clone: clones share memory accounting and clock.
@@ -382,18 +383,17 @@ impl Device {
         }
     }
 
-    /// Room for `len` bytes; zeros on the CPU, not set on a GPU.
-    pub fn empty_bytes(&self, category: MemoryCategory, len: usize) -> Bytes {
-        match self {
-            Self::Cpu(cpu) => {
-                let charge = cpu.inner.ledger.charge(category, len as u64);
-                Bytes::from_parts(ByteStorage::Host(vec![0; len]), len, charge)
-            }
+    /// `len` bytes, all zero.
+    pub fn zero_bytes(&self, category: MemoryCategory, len: usize) -> Bytes {
+        let (storage, ledger) = match self {
+            Self::Cpu(cpu) => (ByteStorage::Host(vec![0; len]), &cpu.inner.ledger),
             Self::Cuda(gpu) => {
-                let charge = gpu.ledger().charge(category, len as u64);
-                Bytes::from_parts(ByteStorage::Cuda(gpu.alloc(category, len)), len, charge)
+                let buffer = gpu.alloc(category, len);
+                gpu.zero(buffer.pointer(), len);
+                (ByteStorage::Cuda(buffer), gpu.ledger())
             }
-        }
+        };
+        Bytes::from_parts(storage, len, ledger.charge(category, len as u64))
     }
 
     /// Integers on the device.

@@ -1,5 +1,6 @@
 //! Devices, tensors, memory accounting by category, copy lanes and events, phase clock.
 
+pub mod bytes;
 pub mod clock;
 pub mod cuda;
 pub mod device;
@@ -14,8 +15,9 @@ pub mod view;
 mod pool;
 mod storage;
 
+pub use bytes::Bytes;
 pub use device::{CpuDevice, Device, Gpu, Segment};
 pub use dtype::{DType, Precision};
 pub use memory::MemoryCategory;
-pub use storage::{Bytes, Indices, Tensor};
+pub use storage::{Indices, Tensor};
 pub use view::{View, ViewMut};

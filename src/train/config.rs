@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 pub use crate::model::metadata::MetadataPolicy;
 pub use crate::model::policy::{
-    Activations, AttentionPath, Dequantized, MemoryPolicy, Metadata, OffloadPolicy, WeightFormat,
+    Activations, AttentionPath, Dequantized, MemoryPolicy, Metadata, OffloadPolicy, Placement, WeightFormat,
 };
 pub use crate::tensor::dtype::Precision;
 
@@ -93,7 +93,7 @@ pub enum ScheduleKind {
     Constant,
 }
 
-/// `[optimizer]`: AdamW, its schedule and clipping.
+/// `[optimizer]`: AdamW, its state, its schedule and clipping.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct OptimizerConfig {
@@ -107,6 +107,8 @@ pub struct OptimizerConfig {
     pub eps: f64,
     /// Decoupled weight decay.
     pub weight_decay: f64,
+    /// Bits of a value of the moments: 32, or 8 in blocks as in bitsandbytes.
+    pub bits: u32,
     /// Largest global gradient norm; 0 turns clipping off.
     pub max_grad_norm: f64,
     /// Shape of the learning rate after warm-up.
@@ -123,6 +125,7 @@ impl Default for OptimizerConfig {
             beta2: 0.999,
             eps: 1e-8,
             weight_decay: 0.0,
+            bits: 32,
             max_grad_norm: 1.0,
             schedule: ScheduleKind::Cosine,
             warmup_steps: 0,
@@ -256,6 +259,74 @@ impl OptimizationsConfig {
             headroom_bytes: self.offload_headroom_mib << 20,
             pinned_bytes: (self.offload_pinned_gib > 0.0)
                 .then_some((self.offload_pinned_gib * f64::from(1 << 30)) as u64),
+        }
+    }
+}
+
+/// Where something lies, as asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PlacementChoice {
+    /// In the device's memory, until Tandem plans it.
+    #[default]
+    Auto,
+    /// In the device's memory.
+    Device,
+    /// In the host's memory.
+    Host,
+}
+
+impl PlacementChoice {
+    /// Where that is.
+    pub fn placement(self) -> Placement {
+        match self {
+            Self::Auto | Self::Device => Placement::Device,
+            Self::Host => Placement::Host,
+        }
+    }
+}
+
+/// Where weights in 4 bits are dequantized to, as asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DequantizedChoice {
+    /// To where it is fastest and fits; the run says which and why.
+    #[default]
+    Auto,
+    /// Into scratch memory, whenever a block needs them.
+    Scratch,
+    /// Once, when the model is loaded.
+    Resident,
+}
+
+/// `[memory]`: where things lie. None of it changes a result.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct MemoryConfig {
+    /// The table of token embeddings.
+    pub embedding: PlacementChoice,
+    /// The optimizer's moments.
+    pub optimizer_state: PlacementChoice,
+    /// What weights in 4 bits are multiplied as.
+    pub dequantized: DequantizedChoice,
+    /// Most tokens that the MLP of a block takes at one time; 0 leaves it to Tandem.
+    pub mlp_rows: usize,
+    /// Most tokens of a pass into which packs of a step are joined; 0 leaves it to Tandem.
+    pub pass_tokens: usize,
+}
+
+impl MemoryConfig {
+    /// The engine's word for it.
+    pub fn policy(&self) -> MemoryPolicy {
+        MemoryPolicy {
+            embedding: self.embedding.placement(),
+            optimizer_state: self.optimizer_state.placement(),
+            dequantized: match self.dequantized {
+                DequantizedChoice::Auto | DequantizedChoice::Scratch => Dequantized::Scratch,
+                DequantizedChoice::Resident => Dequantized::Resident,
+            },
+            mlp_rows: self.mlp_rows,
+            pass_tokens: self.pass_tokens,
         }
     }
 }

@@ -11,7 +11,9 @@ use crate::model::testing::{VOCAB, tiny};
 use crate::ops::testing::{Values, assert_close, cpu};
 use crate::tensor::offload::Faults;
 use crate::tensor::{Device, MemoryCategory};
-use crate::train::config::{AttentionPath, MemoryPolicy, OffloadPolicy, OptimizationsConfig, TrainConfig};
+use crate::train::config::{
+    AttentionPath, MemoryConfig, MemoryPolicy, OffloadPolicy, OptimizationsConfig, TrainConfig,
+};
 use crate::train::report::Optimization;
 
 static NEVER: AtomicBool = AtomicBool::new(false);
@@ -69,7 +71,7 @@ fn no_switch_changes_a_bit_of_twenty_steps() {
                 metadata: MetadataPolicy { metadata, capacity: 0 },
                 offload: offload(buffers),
                 cuda_graphs: true,
-                ..Switches::default()
+                memory: MemoryPolicy::default(),
             };
             let run = |switches| bits(&steps(&mut trainer(&cpu(2), method, switches), 20));
             let reference = run(of(Activations::Keep, 0, Metadata::Cached));
@@ -296,12 +298,12 @@ fn the_choice_of_what_blocks_keep_follows_the_memory_and_says_why() {
 fn a_configuration_sets_the_switches() {
     let train = TrainConfig { activations: ActivationsChoice::Offload, cuda_graphs: false, ..TrainConfig::default() };
     let mut optimizations = OptimizationsConfig::default();
-    assert_eq!(Switches::of(&TrainConfig::default(), &optimizations), Switches::default());
+    assert_eq!(Switches::of(&TrainConfig::default(), &optimizations, &MemoryConfig::default()), Switches::default());
     optimizations.offload_headroom_mib = 3;
     optimizations.offload_pinned_gib = 0.5;
     optimizations.metadata_cache = crate::train::config::Switch::Off;
     optimizations.metadata_entries = 1;
-    let switches = Switches::of(&train, &optimizations);
+    let switches = Switches::of(&train, &optimizations, &MemoryConfig::default());
     assert_eq!((switches.activations, switches.cuda_graphs), (Activations::Offload, false));
     assert_eq!(switches.metadata, MetadataPolicy { metadata: Metadata::Published, capacity: 1 });
     assert_eq!((switches.offload.headroom_bytes, switches.offload.pinned_bytes), (3 << 20, Some(1 << 29)));
@@ -360,7 +362,7 @@ fn an_mlp_in_tiles_gives_the_same_up_to_the_order_of_sums_and_takes_less_memory(
     let batches = batches(&[20, 13, 1]);
     for activations in [Activations::Recompute, Activations::Offload] {
         let of = |mlp_rows| {
-            let memory = MemoryPolicy { mlp_rows };
+            let memory = MemoryPolicy { mlp_rows, ..MemoryPolicy::default() };
             trainers_of(&cpu(2), Switches { activations, offload: offload(2), memory, ..Switches::default() })
         };
         let whole: Vec<_> =
@@ -387,7 +389,7 @@ fn an_mlp_in_tiles_gives_the_same_up_to_the_order_of_sums_and_takes_less_memory(
 
 #[test]
 fn tiles_are_off_with_a_reason_where_blocks_keep_all() {
-    let memory = MemoryPolicy { mlp_rows: 7 };
+    let memory = MemoryPolicy { mlp_rows: 7, ..MemoryPolicy::default() };
     let keep = |memory| Switches { activations: Activations::Keep, memory, ..Switches::default() };
     let run = |memory| {
         let mut trainer = trainer(&cpu(1), MethodKind::Lora, keep(memory));
@@ -399,4 +401,55 @@ fn tiles_are_off_with_a_reason_where_blocks_keep_all() {
     assert_eq!(asked, whole);
     let choice = choices.into_iter().find(|choice| choice.optimization == Optimization::MlpTiles).unwrap();
     assert!(!choice.on && choice.why.contains("keep all"), "{}", choice.describe());
+}
+
+#[test]
+fn joined_packs_give_what_they_give_one_by_one_and_reports_stay_true() {
+    // Three packs of 34, 14 and 14 tokens: two passes of 48 and 14, or one.
+    let packs = [batches(&[20, 13, 1]), batches(&[3, 11])].concat()[..3].to_vec();
+    for activations in [Activations::Keep, Activations::Recompute] {
+        let of = |pass_tokens| {
+            let memory = MemoryPolicy { pass_tokens, mlp_rows: 24, ..MemoryPolicy::default() };
+            trainers_of(&cpu(2), Switches { activations, memory, ..Switches::default() })
+        };
+        let apart: Vec<_> =
+            of(0).into_iter().map(|(what, mut trainer)| (what, gradients_of(&mut trainer, &packs))).collect();
+        for (pass_tokens, passes) in [(20, 3), (50, 2), (1000, 1)] {
+            for ((what, mut trainer), (_, (loss, gradients, report))) in of(pass_tokens).into_iter().zip(&apart) {
+                let what = format!("{what}, {activations:?}, passes of {pass_tokens}");
+                let (joined_loss, joined, joined_report) = gradients_of(&mut trainer, &packs);
+                let choices = trainer.choices();
+                let choice = choices.iter().find(|c| c.optimization == Optimization::JoinedPacks).unwrap();
+                let drops = what.contains("dropout");
+                assert_eq!(choice.on, !drops, "{}", choice.describe());
+                assert!(!drops || choice.why.contains("lora_dropout"), "{}", choice.describe());
+                assert!((joined_loss - loss).abs() < 1e-6 * loss, "{what}: {joined_loss} against {loss}");
+                for ((name, joined), (_, gradient)) in joined.iter().zip(gradients) {
+                    assert_close(&format!("{what}: {name}"), joined, gradient, 3e-6);
+                }
+                let counted =
+                    |report: &StepReport| [report.total_tokens, report.document_tokens, report.num_label_tokens];
+                assert_eq!(counted(&joined_report), counted(report), "{what}");
+                // The cache builds once a pass and window.
+                let builds = |report: &StepReport| report.cache.as_ref().unwrap().counts.builds;
+                let passes = if drops { 3 } else { passes };
+                assert_eq!(builds(&joined_report) * 3, builds(report) * passes, "{what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn masks_are_not_joined_and_plans_are_for_passes() {
+    let memory = MemoryPolicy { pass_tokens: 100, ..MemoryPolicy::default() };
+    let of = |attention| trainer(&cpu(1), MethodKind::Lora, Switches { attention, memory, ..Switches::default() });
+    let (varlen, masked) = (of(AttentionPath::Varlen), of(AttentionPath::Masked));
+    let choices = masked.choices();
+    let choice = choices.iter().find(|choice| choice.optimization == Optimization::JoinedPacks).unwrap();
+    assert!(!choice.on && choice.why.contains("mask"), "{}", choice.describe());
+    let work = |tokens, batches| Workload { tokens, longest: 9, batches };
+    assert_eq!(masked.passes_of(work(30, 4)), work(30, 4));
+    assert_eq!(varlen.passes_of(work(30, 4)), work(100, 2), "packs may be shorter than the largest, and fill a pass");
+    assert_eq!(varlen.passes_of(work(30, 2)), work(60, 1));
+    assert_eq!(varlen.passes_of(work(300, 2)), work(300, 2));
 }

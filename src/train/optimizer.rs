@@ -1,12 +1,13 @@
-//! AdamW over a model's trainable parameters, with 32-bit state.
+//! AdamW over a model's trainable parameters, with state in 32 or 8 bits.
 
 use super::config::OptimizerConfig;
-use super::snapshot::{SlotValues, Snapshot};
+use super::snapshot::{MomentValues, SlotValues, Snapshot};
 use crate::layers::parameter::{Grads, ParamId, Parameter};
 use crate::model::transformer::Transformer;
 use crate::ops::adamw::{self, AdamWParams};
+use crate::ops::adamw8::{self, Moment8};
 use crate::ops::cross_entropy::LossSum;
-use crate::ops::multi_tensor::{Member, MultiTensor};
+use crate::ops::multi_tensor::{self, Member, MultiTensor};
 use crate::ops::norm::{self, ClipValues};
 use crate::tensor::cuda::ReadSlot;
 use crate::tensor::{Device, Gpu, MemoryCategory, Tensor};
@@ -15,8 +16,60 @@ use crate::tensor::{Device, Gpu, MemoryCategory, Tensor};
 #[derive(Debug)]
 struct Slot {
     id: ParamId,
-    m: Tensor,
-    v: Tensor,
+    moments: Moments,
+}
+
+/// First and second moment of one parameter.
+#[derive(Debug)]
+enum Moments {
+    F32([Tensor; 2]),
+    Blockwise8([Moment8; 2]),
+}
+
+impl Moments {
+    /// Moments that are zero; in 8 bits where that is asked for and the parameter is large enough.
+    fn zeros(device: &Device, shape: &[usize], bits: u32) -> Self {
+        let len = shape.iter().product();
+        if bits == 8 && len >= adamw8::MIN_LEN {
+            Self::Blockwise8([Moment8::zeros(device, len), Moment8::zeros(device, len)])
+        } else {
+            let zeros = || device.zeros_f32(MemoryCategory::Optimizer, shape);
+            Self::F32([zeros(), zeros()])
+        }
+    }
+
+    fn as_ref(&self) -> multi_tensor::Moments<'_> {
+        match self {
+            Self::F32([m, v]) => multi_tensor::Moments::F32([m, v]),
+            Self::Blockwise8([m, v]) => multi_tensor::Moments::Blockwise8([m, v]),
+        }
+    }
+
+    /// A copy on the host, to the bit.
+    fn values(&self) -> MomentValues {
+        match self {
+            Self::F32(moments) => MomentValues::F32(moments.each_ref().map(Tensor::to_vec)),
+            Self::Blockwise8(moments) => MomentValues::Blockwise8(
+                moments.each_ref().map(|moment| (moment.codes.to_vec(), moment.absmax.to_vec())),
+            ),
+        }
+    }
+
+    /// Takes over what [`Self::values`] gave.
+    fn set(&mut self, values: &MomentValues) {
+        match (self, values) {
+            (Self::F32(moments), MomentValues::F32(values)) => {
+                moments.iter_mut().zip(values).for_each(|(moment, values)| moment.set(values));
+            }
+            (Self::Blockwise8(moments), MomentValues::Blockwise8(values)) => {
+                for (moment, (codes, absmax)) in moments.iter_mut().zip(values) {
+                    moment.codes.set(codes);
+                    moment.absmax.set(absmax);
+                }
+            }
+            _ => unreachable!("a snapshot belongs to the trainer that it was taken of"),
+        }
+    }
 }
 
 /// AdamW for all trainable parameters of a model.
@@ -38,13 +91,11 @@ pub struct BadGradient {
 }
 
 impl Optimizer {
-    /// State for every trainable parameter.
-    pub fn new(model: &Transformer) -> Self {
+    /// State for every trainable parameter; its moments have `bits` bits a value, 32 or 8, and 32 in parameters with fewer than
+    /// [`adamw8::MIN_LEN`] values.
+    pub fn new(model: &Transformer, bits: u32) -> Self {
         let device = model.device();
-        let slot = |id, parameter: &Parameter| {
-            let zeros = || device.zeros_f32(MemoryCategory::Optimizer, &parameter.shape);
-            Slot { id, m: zeros(), v: zeros() }
-        };
+        let slot = |id, parameter: &Parameter| Slot { id, moments: Moments::zeros(device, &parameter.shape, bits) };
         let slots = model.params().iter().filter(|(_, p)| p.trainable).map(|(id, p)| slot(id, p)).collect();
         Self { slots, updates: 0, table: None }
     }
@@ -112,21 +163,19 @@ impl Optimizer {
 
     /// Copies the values of all that trains, and the optimizer's state of it, to the host. From a GPU this waits for the device.
     pub(super) fn snapshot(&self, model: &Transformer) -> Snapshot {
-        let slots = self.slots.iter().map(|Slot { id, m, v }| SlotValues {
-            value: model.params().to_vec(*id),
-            m: m.to_vec(),
-            v: v.to_vec(),
-        });
+        let slots = self
+            .slots
+            .iter()
+            .map(|Slot { id, moments }| SlotValues { value: model.params().to_vec(*id), moments: moments.values() });
         Snapshot { updates: self.updates, slots: slots.collect() }
     }
 
     /// Sets values and state to those of a snapshot of this optimizer; all stays where it lies.
     pub(super) fn restore(&mut self, model: &mut Transformer, snapshot: &Snapshot) {
         self.updates = snapshot.updates;
-        for (Slot { id, m, v }, values) in self.slots.iter_mut().zip(&snapshot.slots) {
+        for (Slot { id, moments }, values) in self.slots.iter_mut().zip(&snapshot.slots) {
             model.params_mut().set(*id, &values.value);
-            m.set(&values.m);
-            v.set(&values.v);
+            moments.set(&values.moments);
         }
     }
 
@@ -142,9 +191,10 @@ impl Optimizer {
     fn table(&mut self, model: &Transformer, grads: &Grads, gpu: &Gpu) -> &MultiTensor {
         let Self { slots, table, .. } = self;
         table.get_or_insert_with(|| {
-            let members = slots.iter().filter_map(|Slot { id, m, v }| {
+            let members = slots.iter().filter_map(|Slot { id, moments }| {
                 let (param, working) = model.params().trained(*id);
-                Some(Member { param, working, grad: grads.get(*id)?, m, v, decays: decays(param) })
+                let (grad, moments) = (grads.get(*id)?, moments.as_ref());
+                Some(Member { param, working, grad, moments, decays: decays(param) })
             });
             MultiTensor::new(model.device(), gpu, members)
         })
@@ -152,12 +202,16 @@ impl Optimizer {
 
     fn update_on_cpu(&mut self, model: &mut Transformer, grads: &Grads, params: &AdamWParams, scale: f32) {
         let precision = model.device().precision();
-        for Slot { id, m, v } in &mut self.slots {
+        for Slot { id, moments } in &mut self.slots {
             let Some(grad) = grads.get(*id) else { continue };
             let (value, working) = model.params_mut().trained_mut(*id);
             let weight_decay = if decays(value) { params.weight_decay } else { 0.0 };
             let params = AdamWParams { weight_decay, ..*params };
-            adamw::update(&params, scale, value.f32s_mut(), grad.f32s(), m.f32s_mut(), v.f32s_mut());
+            let (param, grad) = (value.f32s_mut(), grad.f32s());
+            match moments {
+                Moments::F32([m, v]) => adamw::update(&params, scale, param, grad, m.f32s_mut(), v.f32s_mut()),
+                Moments::Blockwise8([m, v]) => adamw8::update(&params, scale, param, grad, m, v),
+            }
             if let Some(working) = working {
                 adamw::copy_rounded(precision, value, working);
             }

@@ -1,6 +1,7 @@
 //! Plans of known models on assumed machines.
 
 use super::*;
+use crate::model::transformer::Form;
 use crate::tensor::cuda::PinnedBytes;
 use crate::train::config::{MethodConfig, MethodKind, OptimizerConfig};
 

@@ -145,6 +145,8 @@ pub enum Optimization {
     CudaGraphs,
     /// The MLP over tiles of rows, so that what it works with is held for one of them.
     MlpTiles,
+    /// Packs of a step joined into passes.
+    JoinedPacks,
 }
 
 impl Optimization {
@@ -168,6 +170,7 @@ impl Optimization {
             Self::VarlenAttention => "Variable-length attention",
             Self::CudaGraphs => "CUDA graphs",
             Self::MlpTiles => "MLP in tiles",
+            Self::JoinedPacks => "Joined packs",
         }
     }
 }

@@ -11,8 +11,15 @@ pub struct Snapshot {
 #[derive(Debug, Clone)]
 pub(super) struct SlotValues {
     pub(super) value: Vec<f32>,
-    pub(super) m: Vec<f32>,
-    pub(super) v: Vec<f32>,
+    pub(super) moments: MomentValues,
+}
+
+/// First and second moment, as the optimizer keeps them.
+#[derive(Debug, Clone)]
+pub(super) enum MomentValues {
+    F32([Vec<f32>; 2]),
+    /// Codes, and the largest magnitude of each block.
+    Blockwise8([(Vec<u8>, Vec<f32>); 2]),
 }
 
 #[cfg(test)]
@@ -21,6 +28,7 @@ mod tests {
 
     use serde_json::json;
 
+    use super::{MomentValues, SlotValues};
     use crate::data::example::Example;
     use crate::data::pack::PackedBatch;
     use crate::model::testing::tiny;
@@ -46,15 +54,27 @@ mod tests {
             (0..4).map(|seed| PackedBatch::from_examples(&[document(seed), document(seed + 9)])).collect();
         let lora = |lora_dropout| MethodConfig { r: 3, lora_dropout, ..MethodConfig::default() };
         let full = MethodConfig { kind: MethodKind::Full, ..MethodConfig::default() };
-        for (method, late) in [(lora(0.1), false), (lora(0.0), true), (full, false)] {
-            let optimizer = OptimizerConfig { lr: 1e-2, ..OptimizerConfig::default() };
+        // With this width some matrices are large enough for state in 8 bits, adapters of rank 17 among them.
+        let model = json!({ "intermediate_size": 243 });
+        let large = MethodConfig { r: 17, ..MethodConfig::default() };
+        let runs = [
+            (lora(0.1), false, 32),
+            (lora(0.0), true, 32),
+            (full.clone(), false, 32),
+            (large, false, 8),
+            (full.clone(), true, 8),
+        ];
+        for (method, late, bits) in runs {
+            let optimizer = OptimizerConfig { lr: 1e-2, bits, ..OptimizerConfig::default() };
             let setup = TrainerSetup { method, optimizer, switches: Switches::default(), seed: 5, total_steps: 10 };
-            let mut trainer = Trainer::new(tiny(&cpu(1), &json!({})), setup).unwrap();
+            let mut trainer = Trainer::new(tiny(&cpu(1), &model), setup).unwrap();
             if late {
                 trainer.report_late();
             }
             steps(&mut trainer, &batches[..1]);
             let snapshot = trainer.snapshot();
+            let in_8_bits = |slot: &&SlotValues| matches!(slot.moments, MomentValues::Blockwise8(_));
+            assert_eq!(snapshot.slots.iter().any(|slot| in_8_bits(&slot)), bits == 8);
             let first = steps(&mut trainer, &batches[1..]);
             let next = steps(&mut trainer, &batches[1..]);
             assert_ne!(next[0].1, first[0].1, "without going back it goes on");

@@ -3,7 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::config::{
-    Activations, AttentionPath, MemoryPolicy, Metadata, MetadataPolicy, OffloadPolicy, OptimizationsConfig, TrainConfig,
+    Activations, AttentionPath, MemoryConfig, MemoryPolicy, Metadata, MetadataPolicy, OffloadPolicy,
+    OptimizationsConfig, TrainConfig,
 };
 use super::report::{Choice, Optimization};
 use crate::base::units;
@@ -22,28 +23,29 @@ pub struct Switches {
     pub metadata: MetadataPolicy,
     /// How activations travel, where they are offloaded.
     pub offload: OffloadPolicy,
-    /// How memory is saved.
-    pub memory: MemoryPolicy,
     /// Whether passes are recorded as CUDA graphs, on a GPU.
     pub cuda_graphs: bool,
+    /// What lies where. In files it has a name of its own beside reports of memory.
+    #[serde(default, rename = "memory_policy")]
+    pub memory: MemoryPolicy,
 }
 
 impl Default for Switches {
     fn default() -> Self {
-        Self::of(&TrainConfig::default(), &OptimizationsConfig::default())
+        Self::of(&TrainConfig::default(), &OptimizationsConfig::default(), &MemoryConfig::default())
     }
 }
 
 impl Switches {
     /// As a configuration sets them; what it leaves to Tandem in `activations` is `recompute` until it is chosen for a model and its batches.
-    pub fn of(train: &TrainConfig, optimizations: &OptimizationsConfig) -> Self {
+    pub fn of(train: &TrainConfig, optimizations: &OptimizationsConfig, memory: &MemoryConfig) -> Self {
         Self {
             activations: train.activations.fixed().unwrap_or_default(),
             attention: train.attention,
             metadata: optimizations.metadata(),
             offload: optimizations.offload(),
-            memory: MemoryPolicy::default(),
             cuda_graphs: train.cuda_graphs,
+            memory: memory.policy(),
         }
     }
 }
@@ -130,6 +132,14 @@ pub fn choices(switches: &Switches, model: &Transformer, reasons: Reasons<'_>) -
                 (true, None) => (true, true, "two launches a pass".to_owned()),
                 (false, _) => (false, true, "every kernel is queued by the host".to_owned()),
             },
+            Optimization::JoinedPacks => match joining(switches, model) {
+                Ok(tokens) => (
+                    true,
+                    false,
+                    format!("set before the run: at most {} tokens in a pass", units::count(tokens as u64)),
+                ),
+                Err(why) => (false, false, why.to_owned()),
+            },
             Optimization::MlpTiles => {
                 let tokens = units::count(switches.memory.mlp_rows as u64);
                 match switches.activations {
@@ -140,8 +150,23 @@ pub fn choices(switches: &Switches, model: &Transformer, reasons: Reasons<'_>) -
         };
         Choice { optimization, on, available, why }
     };
-    let asked_for = (switches.memory.mlp_rows > 0).then_some(Optimization::MlpTiles);
+    let MemoryPolicy { mlp_rows, pass_tokens, .. } = switches.memory;
+    let before_the_run = [(mlp_rows > 0, Optimization::MlpTiles), (pass_tokens > 0, Optimization::JoinedPacks)];
+    let asked_for = before_the_run.into_iter().filter_map(|(asked, optimization)| asked.then_some(optimization));
     Optimization::ALL.into_iter().chain(asked_for).map(of).collect()
+}
+
+/// Most tokens of a pass into which the packs of a step are joined; 0 where nobody asked for it.
+///
+/// # Errors
+/// What speaks against it, as a clause.
+pub fn joining(switches: &Switches, model: &Transformer) -> Result<usize, &'static str> {
+    match switches.memory.pass_tokens {
+        0 => Ok(0),
+        _ if switches.attention == AttentionPath::Masked => Err("a mask grows with the square of a pass's tokens"),
+        _ if model.drops() => Err("with lora_dropout above 0 what is dropped goes by the place in a pack"),
+        tokens => Ok(tokens),
+    }
 }
 
 impl Switches {
@@ -157,7 +182,7 @@ impl Switches {
             }
             Optimization::CudaGraphs => self.cuda_graphs = on,
             // Set before a run: a choice that says so cannot be switched.
-            Optimization::MlpTiles => {}
+            Optimization::MlpTiles | Optimization::JoinedPacks => {}
         }
         self
     }

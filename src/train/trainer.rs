@@ -1,5 +1,6 @@
 //! The trainer: micro-batches to one optimizer update, and evaluation. Stop 7 of the walk.
 
+mod joining;
 mod rehearsal;
 
 use std::collections::HashSet;
@@ -25,7 +26,7 @@ use crate::model::lora::LoraSpec;
 use crate::model::metadata::{CacheCounts, CacheEntry};
 use crate::model::offload::OffloadState;
 use crate::model::recording::Recordings;
-use crate::model::transformer::{PassOptions, Transformer};
+use crate::model::transformer::{Form, PassOptions, Transformer};
 use crate::ops::cross_entropy::LossSum;
 use crate::ops::norm::{ClipValues, first_non_finite};
 use crate::tensor::Device;
@@ -48,6 +49,13 @@ pub struct TrainerSetup {
     pub seed: u64,
     /// Optimizer steps of the run, for the schedule.
     pub total_steps: u64,
+}
+
+impl TrainerSetup {
+    /// The form in which a model must be made to be trained so, with room for the adapters `lora` of its method.
+    pub fn form<'a>(&self, lora: Option<&'a LoraSpec>) -> Form<'a> {
+        Form { lora, weights: self.method.weight_format(self.switches.memory.dequantized) }
+    }
 }
 
 /// The adapters that a method asks for, if any: what a model should have room for when it is loaded to be trained by it.
@@ -133,7 +141,7 @@ impl Trainer {
             Some(spec) => model.add_lora(&spec, setup.seed).context("[method] does not fit this model")?,
         }
         let grads = Grads::new(model.params());
-        let optimizer = Optimizer::new(&model);
+        let optimizer = Optimizer::new(&model, setup.optimizer.bits);
         let reports_late = matches!(model.device(), Device::Cuda(_));
         let recordings = Recordings::new(setup.switches.cuda_graphs);
         let mut trainer = Self {
@@ -187,15 +195,16 @@ impl Trainer {
 
     fn apply_switches(&mut self) {
         let Switches { attention, metadata, offload, memory, cuda_graphs, .. } = self.setup.switches;
-        self.model.set_memory_policy(memory);
+        self.model.set_mlp_rows(memory.mlp_rows);
         self.model.set_attention_path(attention);
         self.model.set_metadata_policy(metadata);
         self.model.set_offload_policy(offload);
         self.recordings.enable(cuda_graphs);
     }
 
-    /// Chooses what blocks keep, for batches of at most `tokens` tokens: what was asked for, or the fastest that fits.
+    /// Chooses what blocks keep, for packs of at most `tokens` tokens: what was asked for, or the fastest that fits.
     pub fn choose_activations(&mut self, asked: ActivationsChoice, tokens: usize) {
+        let tokens = tokens.max(self.pass_tokens());
         let (activations, why) = match (asked.fixed(), self.model.device()) {
             (Some(activations), _) => (activations, "set in the configuration".to_owned()),
             (None, Device::Cpu(_)) => switches::choose_on_cpu(&self.model, tokens),
@@ -220,7 +229,7 @@ impl Trainer {
         self.set_switches(plan.choice().switches);
         self.activations_why = Some(plan.why.clone());
         self.one_buffer_why = Some(plan.why.clone());
-        self.prepare_offload(plan.work.tokens);
+        self.prepare_offload(self.passes_of(plan.work).tokens);
     }
 
     fn prepare_offload(&self, tokens: usize) {
@@ -330,7 +339,7 @@ impl Trainer {
             self.optimizer.clear_gradients(&self.model, &mut self.grads);
         }
         let mut loss = LossSum::new(&device);
-        for (i, batch) in micro_batches.iter().enumerate() {
+        for (i, batch) in self.passes(micro_batches).iter().enumerate() {
             let uploaded = {
                 // Once a batch, whatever layers do about metadata.
                 let _phase = clock.enter(Phase::Metadata, Pass::Step, None);

@@ -10,9 +10,10 @@ mod products;
 
 use tandem::base::rng::{Philox, unit_f32};
 use tandem::ops::adamw::AdamWParams;
+use tandem::ops::adamw8::{self, Moment8};
 use tandem::ops::cross_entropy::{self, LossSum};
 use tandem::ops::dropout::{self, DropoutKey};
-use tandem::ops::multi_tensor::{Member, MultiTensor};
+use tandem::ops::multi_tensor::{Member, Moments, MultiTensor};
 use tandem::ops::rope::{self, RopeTable};
 use tandem::ops::swiglu_lora::{self, Adapters, Gradients};
 use tandem::ops::{adamw, adapter, elementwise, embedding, matmul, norm, rms_norm, swiglu};
@@ -389,8 +390,7 @@ fn optimizer_over_many_tensors_follows_the_cpu() {
         param,
         working: (i % 2 == 0).then(|| block(working, param.len())),
         grad: grad.view(),
-        m,
-        v,
+        moments: Moments::F32([m, v]),
         decays: i != 1,
     });
     let table = MultiTensor::new(&device, &gpu, members);
@@ -431,5 +431,70 @@ fn optimizer_over_many_tensors_follows_the_cpu() {
     assert!(!table.read(table.queue_read()).finite);
     assert_eq!(tensors[2][0].to_vec(), before);
     assert!(tensors.iter().all(|t| t[2].to_vec().iter().all(|&g| g == 0.0)));
+    device.check().unwrap();
+}
+
+/// Moments in 8 bits beside one tensor with 32: every bit is that of the CPU form, in whole and in ragged blocks.
+#[test]
+fn moments_in_8_bits_are_those_of_the_cpu_to_the_bit() {
+    let Some(mut b) = Bench::new() else { return };
+    let (cpu, device) = (b.devices[0].clone(), b.devices[2].clone());
+    let Device::Cuda(gpu) = &device else { unreachable!("the third device is the GPU") };
+    let lengths = [1, 255, 4096, 4097, 5143, 16_384, 16_640, 100_008];
+    let start: Vec<Vec<f32>> = lengths.iter().map(|&n| b.values(n)).collect();
+    // Gradients over many orders of magnitude, with zeros and a block of them.
+    let gradients: Vec<Vec<f32>> = lengths
+        .iter()
+        .map(|&n| b.values(n).into_iter().zip(b.values(n)).enumerate())
+        .map(|values| {
+            values.map(|(i, (x, y))| if i % 7 == 0 || i / 256 == 3 { 0.0 } else { x * (9.0 * y).exp() }).collect()
+        })
+        .collect();
+    let of = |x: &[f32]| device.tensor_f32(SCRATCH, &[x.len()], x.to_vec());
+    let values: Vec<Tensor> = start.iter().map(|x| of(x)).collect();
+    let grads: Vec<Tensor> = gradients.iter().map(|x| of(x)).collect();
+    let working: Vec<Tensor> = lengths.iter().map(|&n| device.zeros(SCRATCH, &[n / 8 + 1, 8 + 8])).collect();
+    let pair = |device: &Device, n| [Moment8::zeros(device, n), Moment8::zeros(device, n)];
+    let moments: Vec<[Moment8; 2]> = lengths.iter().map(|&n| pair(&device, n)).collect();
+    let exact: [Tensor; 4] = std::array::from_fn(|i| of(&[[0.5; 9], [0.1; 9], [0.0; 9], [0.0; 9]][i]));
+    let members = (0..lengths.len()).map(|i| Member {
+        param: &values[i],
+        working: (lengths[i] % 8 == 0).then(|| block(&working[i], lengths[i])),
+        grad: grads[i].view(),
+        moments: Moments::Blockwise8([&moments[i][0], &moments[i][1]]),
+        decays: i != 4,
+    });
+    let in_32 = Moments::F32([&exact[2], &exact[3]]);
+    let in_32 = Member { param: &exact[0], working: None, grad: exact[1].view(), moments: in_32, decays: true };
+    let table = MultiTensor::new(&device, gpu, members.chain([in_32]));
+    let loss = device.tensor_f32(SCRATCH, &[1], vec![3.0]);
+    let mut want: Vec<(Vec<f32>, [Moment8; 2])> = start.iter().map(|x| (x.clone(), pair(&cpu, x.len()))).collect();
+    for step in 1..=4 {
+        let p = AdamWParams { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1, step };
+        table.step(gpu, &p, &loss, 1.0);
+        let found = table.read(table.queue_read());
+        assert!(found.finite && found.scale < 1.0);
+        for (i, (value, [m, v])) in want.iter_mut().enumerate() {
+            let p = AdamWParams { weight_decay: if i == 4 { 0.0 } else { 0.1 }, ..p };
+            adamw8::update(&p, found.scale, value, &gradients[i], m, v);
+        }
+        for (i, (value, wanted)) in want.iter().enumerate() {
+            let n = lengths[i];
+            assert_eq!(values[i].to_vec(), *value, "{n} values, step {step}");
+            for (which, (ours, wanted)) in moments[i].iter().zip(wanted).enumerate() {
+                assert_eq!(ours.absmax.to_vec(), wanted.absmax.to_vec(), "absmax {which} of {n} values, step {step}");
+                assert!(
+                    ours.codes.to_vec()[..n] == wanted.codes.u8s()[..n],
+                    "codes {which} of {n} values, step {step}"
+                );
+            }
+            if n % 8 == 0 {
+                assert!(error(&block(&working[i], n).to_vec(), value) < ROUNDING, "working copy of {n} values");
+                let before = working[i].first_columns(8).to_vec();
+                assert!(before.iter().all(|&x| x == 0.0), "what lies between the rows of {n} values");
+            }
+        }
+        assert!(exact[0].to_vec().iter().all(|&x| x < 0.5), "the tensor with 32 bits moved too");
+    }
     device.check().unwrap();
 }

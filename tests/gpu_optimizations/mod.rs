@@ -74,7 +74,7 @@ fn no_switch_changes_a_bit_of_twenty_steps() {
                             metadata: MetadataPolicy { metadata, capacity: 0 },
                             offload: offload(buffers),
                             cuda_graphs,
-                            ..Switches::default()
+                            memory: MemoryPolicy::default(),
                         };
                         let (trainer, reports) = run(&family, &device, switches, Faults::default(), 20);
                         let got = bits(&reports);
@@ -108,7 +108,7 @@ fn an_mlp_in_tiles_gives_the_same_bits_recorded_or_not_offloaded_or_not() {
                 [(Activations::Recompute, 0), (Activations::Offload, 1), (Activations::Offload, 2)]
             {
                 for cuda_graphs in [false, true] {
-                    let memory = MemoryPolicy { mlp_rows };
+                    let memory = MemoryPolicy { mlp_rows, ..MemoryPolicy::default() };
                     let offload = offload(buffers);
                     let switches = Switches { activations, offload, memory, cuda_graphs, ..Switches::default() };
                     let (trainer, reports) = run(&family, &device, switches, Faults::default(), 8);

@@ -14,7 +14,9 @@ use tandem::model::transformer::{PassOptions, Transformer};
 use tandem::ops::cross_entropy::LossSum;
 use tandem::tensor::{Device, Precision, Tensor};
 use tandem::train::batch::upload;
-use tandem::train::config::{Activations, AttentionPath, MemoryPolicy, MethodConfig, OptimizerConfig, ScheduleKind};
+use tandem::train::config::{
+    Activations, AttentionPath, MemoryPolicy, MethodConfig, MethodKind, OptimizerConfig, ScheduleKind,
+};
 use tandem::train::switches::Switches;
 use tandem::train::trainer::{Trainer, TrainerSetup};
 
@@ -170,6 +172,52 @@ impl Family {
     }
 }
 
+/// The losses of full fine-tuning in Transformers, before each step (`full_finetune.json`, made by `tests/interop/make_full_finetune.py`).
+pub struct FullFinetune {
+    pub lr: f64,
+    /// In f32.
+    pub losses: Vec<f32>,
+    /// How far Transformers in bf16 with f32 masters is from them.
+    pub bf16_error: f64,
+}
+
+impl Family {
+    /// Its losses of full fine-tuning, where there are some for that family.
+    pub fn full_finetune(&self) -> Option<FullFinetune> {
+        let text = std::fs::read_to_string(golden_file("full_finetune.json")).unwrap();
+        let all: serde_json::Value = serde_json::from_str(&text).unwrap();
+        let of = all.get(&self.name)?;
+        Some(FullFinetune {
+            lr: all["lr"].as_f64().unwrap(),
+            losses: serde_json::from_value(of["losses"].clone()).unwrap(),
+            bf16_error: of["bf16_error"].as_f64().unwrap(),
+        })
+    }
+
+    /// Our losses before as many steps on all parameters, with the numbers of the reference; `change` sets what is to be otherwise.
+    pub fn full_losses(
+        &self,
+        device: &Device,
+        want: &FullFinetune,
+        change: impl FnOnce(&mut TrainerSetup),
+    ) -> Vec<f32> {
+        let optimizer = OptimizerConfig {
+            lr: want.lr,
+            weight_decay: 0.01,
+            max_grad_norm: 0.0,
+            schedule: ScheduleKind::Constant,
+            ..OptimizerConfig::default()
+        };
+        let method = MethodConfig { kind: MethodKind::Full, ..MethodConfig::default() };
+        let mut setup = TrainerSetup { method, optimizer, switches: Switches::default(), seed: 0, total_steps: 6 };
+        change(&mut setup);
+        let mut trainer = Trainer::new(self.model(device), setup).unwrap();
+        let batch = self.batch();
+        let step = |_| trainer.step_and_wait(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap().unwrap().loss as f32;
+        (0..want.losses.len()).map(step).collect()
+    }
+}
+
 /// The values of all adapters of a trainer.
 pub fn adapter_values(trainer: &Trainer) -> Vec<Vec<f32>> {
     let model = trainer.model();
@@ -240,9 +288,9 @@ pub fn bf16_bound(name: &str, theirs: f64) -> f64 {
 pub fn bf16_deviations(family: &Family, device: &Device, path: AttentionPath, mlp_rows: usize) -> HashMap<String, f64> {
     let batch = family.batch();
     let mut model = family.model(device);
-    let memory = MemoryPolicy { mlp_rows };
+    let memory = MemoryPolicy { mlp_rows, ..MemoryPolicy::default() };
     model.set_attention_path(path);
-    model.set_memory_policy(memory);
+    model.set_mlp_rows(mlp_rows);
     let uploaded = upload(&model, &batch).unwrap();
     let rows: Vec<i32> = (0..batch.input_ids.len() as i32).collect();
     let logits = model.logits(&uploaded, &rows, &NEVER).unwrap();

@@ -5,7 +5,7 @@ use anyhow::ensure;
 use super::report::{Arm, Setting, Variation};
 use crate::base::error::Result;
 use crate::tensor::Device;
-use crate::train::config::{Activations, AttentionPath, Metadata};
+use crate::train::config::{Activations, AttentionPath, Dequantized, Metadata, Placement};
 use crate::train::report::Optimization;
 use crate::train::switches::Switches;
 
@@ -107,8 +107,8 @@ pub(super) fn settings([a, b]: [&Switches; 2]) -> Vec<Setting> {
 }
 
 /// Switches as fields of `run.toml` with their values as TOML.
-fn fields(switches: &Switches) -> [(&'static str, String); 8] {
-    let Switches { activations, attention, metadata, offload, memory, cuda_graphs } = switches;
+fn fields(switches: &Switches) -> [(&'static str, String); 12] {
+    let Switches { activations, attention, metadata, offload, cuda_graphs, memory } = switches;
     let word = |word: &str| format!("\"{word}\"");
     let activations = match activations {
         Activations::Keep => "keep",
@@ -118,6 +118,10 @@ fn fields(switches: &Switches) -> [(&'static str, String); 8] {
     let attention = match attention {
         AttentionPath::Varlen => "varlen",
         AttentionPath::Masked => "masked",
+    };
+    let place = |placement| match placement {
+        Placement::Device => "device",
+        Placement::Host => "host",
     };
     let baseline = if metadata.metadata == Metadata::Fused { "fused" } else { "published" };
     let cache = if metadata.metadata == Metadata::Cached { "on" } else { "off" };
@@ -130,6 +134,10 @@ fn fields(switches: &Switches) -> [(&'static str, String); 8] {
         ("optimizations.metadata_entries", metadata.capacity.to_string()),
         ("optimizations.offload_buffers", offload.buffers.to_string()),
         ("memory.mlp_rows", memory.mlp_rows.to_string()),
+        ("memory.pass_tokens", memory.pass_tokens.to_string()),
+        ("memory.embedding", word(place(memory.embedding))),
+        ("memory.optimizer_state", word(place(memory.optimizer_state))),
+        ("memory.dequantized", word(if memory.dequantized == Dequantized::Resident { "resident" } else { "scratch" })),
     ]
 }
 

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use super::{FIELDS, RunConfig, fields};
 use crate::data::options::LayoutChoice;
 use crate::formats::peft::PROJECTIONS;
-use crate::train::config::MethodKind;
+use crate::train::config::{MethodKind, PlacementChoice};
 
 /// Where a field's value came from.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -84,6 +84,8 @@ pub(super) fn in_words(dotted: &str) -> String {
 const ALL_LINEAR: &str = "all-linear";
 /// Longest pack: position ids and boundaries are 32-bit, and memory ends long before.
 const MAX_PACK_LEN: usize = 1 << 20;
+/// Fewest tokens of a tile of the MLP: with fewer a product does little with the weights that it reads.
+const LEAST_MLP_ROWS: usize = 64;
 
 /// Collects problems.
 struct Checker(Vec<ConfigError>);
@@ -118,6 +120,7 @@ pub(super) fn problems(config: &RunConfig) -> Vec<ConfigError> {
     method(config, &mut check);
     optimizer(config, &mut check);
     train(config, &mut check);
+    memory(config, &mut check);
     check.0
 }
 
@@ -198,6 +201,13 @@ fn optimizer(config: &RunConfig, check: &mut Checker) {
     check.value("optimizer.eps", o.eps, o.eps.is_finite() && o.eps > 0.0, "it must be above 0; 1e-8 is usual");
     let decay_ok = o.weight_decay.is_finite() && o.weight_decay >= 0.0;
     check.value("optimizer.weight_decay", o.weight_decay, decay_ok, "it must be 0 or more");
+    let bits_ok = matches!(o.bits, 8 | 32);
+    check.value(
+        "optimizer.bits",
+        o.bits,
+        bits_ok,
+        "it must be 32 or 8; 8 takes a quarter of the memory for nearly the same steps",
+    );
     let norm_ok = o.max_grad_norm.is_finite() && o.max_grad_norm >= 0.0;
     check.value("optimizer.max_grad_norm", o.max_grad_norm, norm_ok, "it must be 0 (no clipping) or more; 1 is usual");
     let max_steps = config.train.max_steps;
@@ -233,6 +243,24 @@ fn train(config: &RunConfig, check: &mut Checker) {
     let pinned = o.offload_pinned_gib;
     let remedy = "it must be above 0, or 0 (half of what is available)";
     check.value("optimizations.offload_pinned_gib", pinned, pinned.is_finite() && pinned >= 0.0, remedy);
+}
+
+fn memory(config: &RunConfig, check: &mut Checker) {
+    let places =
+        [("memory.embedding", config.memory.embedding), ("memory.optimizer_state", config.memory.optimizer_state)];
+    for (field, place) in places {
+        let remedy = "it must be \"auto\" or \"device\": host memory is not built yet";
+        check.value(field, "\"host\"", place != PlacementChoice::Host, remedy);
+    }
+    let rows = config.memory.mlp_rows;
+    let remedy = format!("it must be from {LEAST_MLP_ROWS} to {MAX_PACK_LEN}, or 0 (Tandem chooses)");
+    check.value("memory.mlp_rows", rows, rows == 0 || (LEAST_MLP_ROWS..=MAX_PACK_LEN).contains(&rows), &remedy);
+    let (tokens, pack_len) = (config.memory.pass_tokens, config.packing.pack_len);
+    let remedy = format!("it must be from pack_len ({pack_len}) to {MAX_PACK_LEN}, or 0 (Tandem chooses)");
+    check.value("memory.pass_tokens", tokens, tokens == 0 || (pack_len..=MAX_PACK_LEN).contains(&tokens), &remedy);
+    let remedy =
+        "it joins the packs of a step, and grad_accum_steps = 1 in [train] makes one: it must be 0, or that more";
+    check.value("memory.pass_tokens", tokens, tokens == 0 || config.train.grad_accum_steps > 1, remedy);
 }
 
 #[cfg(test)]
@@ -277,6 +305,7 @@ mod tests {
             ("optimizer.beta2", |c| c.optimizer.beta2 = -0.1),
             ("optimizer.eps", |c| c.optimizer.eps = 0.0),
             ("optimizer.weight_decay", |c| c.optimizer.weight_decay = -1.0),
+            ("optimizer.bits", |c| c.optimizer.bits = 16),
             ("optimizer.max_grad_norm", |c| c.optimizer.max_grad_norm = f64::NAN),
             ("optimizer.warmup_steps", |c| {
                 c.train.max_steps = 5;
@@ -289,6 +318,14 @@ mod tests {
             ("optimizations.offload_buffers", |c| c.optimizations.offload_buffers = 3),
             ("optimizations.offload_headroom_mib", |c| c.optimizations.offload_headroom_mib = 1 << 40),
             ("optimizations.offload_pinned_gib", |c| c.optimizations.offload_pinned_gib = f64::NAN),
+            ("memory.embedding", |c| c.memory.embedding = PlacementChoice::Host),
+            ("memory.optimizer_state", |c| c.memory.optimizer_state = PlacementChoice::Host),
+            ("memory.mlp_rows", |c| c.memory.mlp_rows = 63),
+            ("memory.pass_tokens", |c| c.memory.pass_tokens = 1 << 16),
+            ("memory.pass_tokens", |c| {
+                c.train.grad_accum_steps = 4;
+                c.memory.pass_tokens = c.packing.pack_len - 1;
+            }),
         ];
         for (field, change) in changes {
             let mut config = valid();

@@ -64,6 +64,8 @@ const fn field(section: &'static str, name: &'static str, kind: FieldKind) -> Fi
 
 const LAYOUTS: &[&str] = &["auto", "messages", "alpaca", "prompt_completion", "question_answer", "text", "mapping"];
 
+const PLACEMENTS: &[&str] = &["auto", "device", "host"];
+
 /// All fields in the order of the file.
 pub const FIELDS: &[Field] = &[
     field("", "name", FieldKind::Text),
@@ -97,6 +99,7 @@ pub const FIELDS: &[Field] = &[
     field("optimizer", "beta2", FieldKind::Float),
     field("optimizer", "eps", FieldKind::Float),
     field("optimizer", "weight_decay", FieldKind::Float),
+    field("optimizer", "bits", FieldKind::Integer),
     field("optimizer", "max_grad_norm", FieldKind::Float),
     field("optimizer", "schedule", FieldKind::Choice(&["cosine", "linear", "constant"])),
     field("optimizer", "warmup_steps", FieldKind::Integer),
@@ -119,6 +122,11 @@ pub const FIELDS: &[Field] = &[
     field("optimizations", "offload_force", FieldKind::Bool),
     field("optimizations", "offload_headroom_mib", FieldKind::Integer),
     field("optimizations", "offload_pinned_gib", FieldKind::Float),
+    field("memory", "embedding", FieldKind::Choice(PLACEMENTS)),
+    field("memory", "optimizer_state", FieldKind::Choice(PLACEMENTS)),
+    field("memory", "dequantized", FieldKind::Choice(&["auto", "scratch", "resident"])),
+    field("memory", "mlp_rows", FieldKind::Integer),
+    field("memory", "pass_tokens", FieldKind::Integer),
 ];
 
 /// Names other tools use, and the field that means the same here.

@@ -13,7 +13,7 @@ use crate::data::loader::{Cursor, Loader};
 use crate::data::pack::PackedBatch;
 use crate::model::config::ModelConfig;
 use crate::model::loading::{Checkpoint, Quantized};
-use crate::model::transformer::{Form, Transformer};
+use crate::model::transformer::Transformer;
 use crate::session::config::RunConfig;
 use crate::session::estimate;
 use crate::session::event::{NoteLevel, RunEvent, RunInfo};
@@ -22,7 +22,7 @@ use crate::session::run_folder;
 use crate::session::training_data::{self, Progress, TrainingData};
 use crate::tensor::device::{Device, Gpu};
 use crate::tensor::dtype::DType;
-use crate::train::config::{Dequantized, DeviceChoice, MethodConfig, MethodKind};
+use crate::train::config::{DeviceChoice, MethodConfig, MethodKind};
 use crate::train::plan::{Machine, MemoryPlan, Planner};
 use crate::train::switches::Switches;
 use crate::train::trainer::{Trainer, TrainerSetup, lora_spec};
@@ -112,24 +112,26 @@ pub(in crate::session) fn load(
         Device::Cpu(_) => None,
         Device::Cuda(gpu) => Some(plan(config, checkpoint.config(), &data, gpu, note)?),
     };
+    let mut setup = TrainerSetup {
+        method: config.method.clone(),
+        optimizer: config.optimizer.clone(),
+        switches: Switches::of(&config.train, &config.optimizations, &config.memory),
+        seed: config.seed,
+        total_steps: data.plan.total_steps(),
+    };
+    if let Some(planned) = &planned {
+        // In which form the weights are held is part of the plan.
+        setup.switches = planned.plan.choice().switches;
+    }
     let model = Transformer::load_unless_stopped(
         &checkpoint,
         &device,
-        Form { lora: lora_spec(&config.method).as_ref(), weights: config.method.weight_format(Dequantized::Scratch) },
+        setup.form(lora_spec(&config.method).as_ref()),
         &mut |done, total| stages.tell("loading weights", done, total),
         stop,
     )?;
     let Some(model) = model else { return Ok(None) };
-    let mut trainer = Trainer::new(
-        model,
-        TrainerSetup {
-            method: config.method.clone(),
-            optimizer: config.optimizer.clone(),
-            switches: Switches::of(&config.train, &config.optimizations),
-            seed: config.seed,
-            total_steps: data.plan.total_steps(),
-        },
-    )?;
+    let mut trainer = Trainer::new(model, setup)?;
     match &planned {
         Some(planned) => trainer.follow(&planned.plan),
         None => trainer.choose_activations(config.train.activations, config.packing.pack_len),
@@ -152,7 +154,7 @@ pub(super) fn prepare(context: &RunContext) -> Result<Option<Prepared>> {
         name: run_folder::run_name(config),
         folder: context.folder.clone(),
         model: run_folder::short_name(&config.model.path),
-        method: describe_method(&config.method),
+        method: describe_method(&config.method, config.optimizer.bits),
         device: trainer.model().device().describe(),
         total_steps: data.plan.total_steps(),
         steps_per_epoch,
@@ -259,12 +261,13 @@ fn check_fits(data: &TrainingData, checkpoint: &Checkpoint, note: &dyn Fn(NoteLe
 }
 
 /// One line on the method.
-pub(in crate::session) fn describe_method(method: &MethodConfig) -> String {
-    match method.kind {
+pub(in crate::session) fn describe_method(method: &MethodConfig, optimizer_bits: u32) -> String {
+    let of = match method.kind {
         MethodKind::Full => "full fine-tuning".into(),
         MethodKind::Lora => describe_adapters("LoRA", method),
         MethodKind::Qlora => describe_adapters("QLoRA", method),
-    }
+    };
+    if optimizer_bits == 8 { format!("{of}, 8-bit AdamW") } else { of }
 }
 
 fn describe_adapters(kind: &str, method: &MethodConfig) -> String {
