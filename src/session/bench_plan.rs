@@ -39,8 +39,8 @@ pub(super) fn plan(options: &BenchOptions, config: &ModelConfig, setup: &Trainer
         setup: TrainerSetup { switches: options.switches, ..setup.clone() },
         activations: options.activations,
         memory: match options.activations {
-            ActivationsChoice::Auto => MemoryConfig::default(),
-            _ => MemoryConfig::fixed(options.switches.memory),
+            ActivationsChoice::Auto => Some(MemoryConfig::default()),
+            _ => None,
         },
         work: Workload { tokens: options.pack, longest, batches: options.tokens / options.pack },
         machine: Machine::of(gpu),

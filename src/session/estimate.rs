@@ -118,7 +118,7 @@ pub fn planner(config: &RunConfig, model: &ModelConfig, work: Workload, machine:
             total_steps,
         },
         activations: config.train.activations,
-        memory: config.memory.clone(),
+        memory: Some(config.memory.clone()),
         work,
         machine,
     }

@@ -217,8 +217,8 @@ pub struct Planner {
     pub setup: TrainerSetup,
     /// What blocks shall keep.
     pub activations: ActivationsChoice,
-    /// Where things shall lie.
-    pub memory: MemoryConfig,
+    /// What of memory is left to Tandem; `None`: nothing is, and `setup` says it all.
+    pub memory: Option<MemoryConfig>,
     /// The largest step.
     pub work: Workload,
     /// Where.
@@ -242,10 +242,14 @@ impl Planner {
 
     /// Whether things lie where this plan put them.
     fn check_places(&self, trainer: &Trainer) -> Result<()> {
-        let refused = trainer.model().embedding_refused().filter(|_| self.memory.embedding == PlacementChoice::Auto);
+        let refused = trainer
+            .model()
+            .embedding_refused()
+            .filter(|_| self.memory.as_ref().is_some_and(|asked| asked.embedding == PlacementChoice::Auto));
         ensure!(refused.is_none(), "the embedding's table stays on the device: {}", refused.unwrap_or_default());
         let refused = trainer.state_place().refused.as_deref();
-        let refused = refused.filter(|_| self.memory.optimizer_state == PlacementChoice::Auto);
+        let refused = refused
+            .filter(|_| self.memory.as_ref().is_some_and(|asked| asked.optimizer_state == PlacementChoice::Auto));
         ensure!(refused.is_none(), "the optimizer's state stays on the device: {}", refused.unwrap_or_default());
         Ok(())
     }

@@ -23,7 +23,11 @@ fn planner(config: &str, tokens: usize, vram_bytes: u64) -> Planner {
         config: ModelConfig::from_hf_json(config).unwrap(),
         setup,
         activations: ActivationsChoice::Auto,
-        memory: MemoryConfig { optimizer_state: PlacementChoice::Device, ..MemoryConfig::default() },
+        memory: Some(MemoryConfig {
+            optimizer_state: PlacementChoice::Device,
+            mlp_rows: tokens,
+            ..MemoryConfig::default()
+        }),
         work: Workload { tokens, longest: tokens, batches: 1 },
         machine: Machine { host_bytes: Some(64 * GIB), ..Machine::assumed(vram_bytes, true) },
     }
@@ -72,7 +76,7 @@ fn parts_add_up_to_the_peak_and_slabs_hold_it() {
 fn host_memory_takes_what_is_read_in_rows_before_blocks_keep_less_and_state_at_the_end() {
     let mut planner = planner(QWEN3_8B, 2048, 1000 * GIB);
     planner.setup.method.kind = MethodKind::Qlora;
-    planner.memory = MemoryConfig::default();
+    planner.memory = Some(MemoryConfig::default());
     let plan = planner.plan();
     let ways: Vec<(Activations, MemoryPolicy)> =
         plan.tried.iter().map(|tried| (tried.switches.activations, tried.switches.memory)).collect();
@@ -95,7 +99,7 @@ fn host_memory_takes_what_is_read_in_rows_before_blocks_keep_less_and_state_at_t
     assert!(need(12).host.iter().any(|part| part.what == "optimizer" && part.bytes > 300 << 20), "{:?}", need(12).host);
     assert_eq!(need(12).host.iter().map(|part| part.bytes).sum::<u64>(), need(12).host_bytes);
     // Where the head multiplies by the table it stays, and what the configuration says stays, too.
-    planner.memory.optimizer_state = PlacementChoice::Device;
+    planner.memory.as_mut().unwrap().optimizer_state = PlacementChoice::Device;
     planner.config = ModelConfig::from_hf_json(LLAMA_1B).unwrap();
     assert_eq!(planner.plan().tried.len(), 8, "what blocks keep, and whether weights stay dequantized");
 }
@@ -175,9 +179,9 @@ fn weights_stay_dequantized_where_that_fits_before_blocks_keep_less() {
     assert!(scratch.why.contains("faster ways of keeping everything would take"), "{}", scratch.why);
     assert!(scratch.choice().setting.contains("dequantized = \"scratch\""), "{}", scratch.choice().setting);
     // What the configuration says is not changed, and it means nothing without weights in 4 bits.
-    planner.memory.dequantized = DequantizedChoice::Scratch;
+    planner.memory.as_mut().unwrap().dequantized = DequantizedChoice::Scratch;
     assert!(planner.plan().tried.iter().all(|tried| tried.switches.memory.dequantized == Dequantized::Scratch));
-    planner.memory.dequantized = DequantizedChoice::Auto;
+    planner.memory.as_mut().unwrap().dequantized = DequantizedChoice::Auto;
     planner.setup.method.kind = MethodKind::Lora;
     assert_eq!(planner.plan().tried.len(), 4);
 }

@@ -11,9 +11,7 @@ use anyhow::{Context as _, ensure};
 
 use self::copies::copy_report;
 use super::batch::{bucket_on, upload};
-use super::config::{
-    Activations, ActivationsChoice, MemoryConfig, Metadata, MethodConfig, MethodKind, OptimizerConfig, Placement,
-};
+use super::config::{Activations, ActivationsChoice, Metadata, MethodConfig, MethodKind, OptimizerConfig, Placement};
 use super::optimizer::{BadGradient, Optimizer, StatePlace};
 use super::plan::{Machine, MemoryPlan, Planner, Workload};
 use super::report::{CacheReport, Choice, EvalReport, StepReport};
@@ -226,7 +224,7 @@ impl Trainer {
                     setup: self.setup.clone(),
                     activations: asked,
                     // The model has its form.
-                    memory: MemoryConfig::fixed(self.setup.switches.memory),
+                    memory: None,
                     work: Workload { tokens, longest: tokens, batches: 1 },
                     machine: Machine::of(gpu),
                 };

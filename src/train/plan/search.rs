@@ -111,7 +111,7 @@ impl Planner {
         let there = self.machine.vram_bytes;
         // Ways that the configuration closed.
         let mut open = self.clone();
-        (open.activations, open.memory) = (ActivationsChoice::Auto, MemoryConfig::default());
+        (open.activations, open.memory) = (ActivationsChoice::Auto, Some(MemoryConfig::default()));
         open.setup.switches.offload.buffers = 0;
         if open.ways().len() > tried.len()
             && let Some(way) = open.first_that_fits()

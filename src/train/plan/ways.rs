@@ -85,27 +85,31 @@ impl Planner {
         let Workload { tokens, batches, .. } = self.work;
         let joined = BUSY_TOKENS.min(tokens * batches) / tokens.max(1) * tokens;
         let can_join = self.setup.switches.attention == AttentionPath::Varlen && self.setup.method.lora_dropout == 0.0;
-        match self.memory.pass_tokens {
-            0 if can_join && joined > tokens => vec![joined, 0],
-            set => vec![set],
+        match &self.memory {
+            Some(asked) if asked.pass_tokens == 0 && can_join && joined > tokens => vec![joined, 0],
+            _ => vec![self.setup.switches.memory.pass_tokens],
         }
     }
 
     /// Takes back what the configuration does not leave to Tandem, and what means nothing to the method.
     fn keep_what_is_set(&self, memory: &mut MemoryPolicy) {
         let set = self.setup.switches.memory;
+        let Some(asked) = &self.memory else {
+            *memory = set;
+            return;
+        };
         // A table that the head multiplies by, or that trains, is worked on all the time.
         let reads_rows = self.setup.method.kind.has_adapters() && !self.config.tie_word_embeddings;
-        if self.memory.embedding != PlacementChoice::Auto || !reads_rows {
+        if asked.embedding != PlacementChoice::Auto || !reads_rows {
             memory.embedding = set.embedding;
         }
-        if self.memory.optimizer_state != PlacementChoice::Auto {
+        if asked.optimizer_state != PlacementChoice::Auto {
             memory.optimizer_state = set.optimizer_state;
         }
-        if self.memory.dequantized != DequantizedChoice::Auto || self.setup.method.kind != MethodKind::Qlora {
+        if asked.dequantized != DequantizedChoice::Auto || self.setup.method.kind != MethodKind::Qlora {
             memory.dequantized = set.dequantized;
         }
-        if self.memory.mlp_rows != 0 {
+        if asked.mlp_rows != 0 {
             memory.mlp_rows = set.mlp_rows;
         }
     }
