@@ -82,7 +82,7 @@ fn golden_qlora_trains_the_same_from_4_bits_and_from_their_values() {
             let method = MethodConfig { kind: MethodKind::Qlora, ..family.method() };
             let (lora, weights) = (lora_spec(&method), method.weight_format(dequantized));
             let checkpoint = Checkpoint::open(&family.folder).unwrap();
-            let form = Form { lora: lora.as_ref(), weights };
+            let form = Form { lora: lora.as_ref(), weights, ..Form::default() };
             let model = Transformer::load_unless_stopped(&checkpoint, &device, form, &mut |_, _| {}, &NEVER);
             let (model, setup) = (model.unwrap().unwrap(), family.setup(method, activations, true));
             let weights_bytes =

@@ -16,12 +16,14 @@ use tandem::tensor::{Device, Gpu, MemoryCategory};
 use tandem::train::batch::bucket;
 use tandem::train::config::{
     Activations, AttentionPath, MemoryPolicy, Metadata, MetadataPolicy, MethodConfig, MethodKind, OffloadPolicy,
-    OptimizerConfig,
+    OptimizerConfig, Placement,
 };
+use tandem::train::report::Optimization;
 use tandem::train::switches::Switches;
 use tandem::train::trainer::{Stepped, Trainer, TrainerSetup, lora_spec};
 
 const LLAMA_1B: &str = include_str!("../assets/models/llama-3.2-1b.json");
+const QWEN3_8B: &str = include_str!("../assets/models/qwen3-8b.json");
 const QWEN3_32B: &str = include_str!("../assets/models/qwen3-32b.json");
 
 fn facts() -> RecordingFacts {
@@ -43,9 +45,9 @@ fn pack(lengths: &[usize]) -> PackedBatch {
 
 fn trainer(device: &Device, config: &str, method: MethodConfig, switches: Switches) -> Trainer {
     let config = ModelConfig::from_hf_json(config).unwrap();
-    let model =
-        Transformer::random(&config, device, Form { lora: lora_spec(&method).as_ref(), ..Form::default() }, 1).unwrap();
+    let lora = lora_spec(&method);
     let setup = TrainerSetup { method, optimizer: OptimizerConfig::default(), switches, seed: 1, total_steps: 10 };
+    let model = Transformer::random(&config, device, setup.form(lora.as_ref()), 1).unwrap();
     Trainer::new(model, setup).unwrap()
 }
 
@@ -117,7 +119,7 @@ fn peaks_by_category_are_what_arithmetic_says() {
     let weights = 2 * (layers * (matrices + 2 * hidden) + vocab * hidden + hidden);
 
     for (activations, inputs) in
-        [(Activations::Recompute, layers), (Activations::Offload, 1), (Activations::Keep, layers)]
+        [(Activations::Recompute, layers), (Activations::Offload, 3), (Activations::Keep, layers)]
     {
         let device = Device::recording(facts());
         let mut trainer = trainer(&device, LLAMA_1B, method.clone(), switches(activations));
@@ -223,6 +225,112 @@ fn a_model_of_32_billion_parameters_takes_no_memory_of_the_host() {
     if let Some((before, after)) = before.zip(process_bytes()) {
         assert!(after < before + (1 << 30), "{} bytes of host memory for a plan", after - before);
     }
+}
+
+fn in_host() -> Switches {
+    let memory =
+        MemoryPolicy { embedding: Placement::Host, optimizer_state: Placement::Host, ..MemoryPolicy::default() };
+    Switches { memory, ..switches(Activations::Recompute) }
+}
+
+/// The choice about a placement, if the run tells of it.
+fn told(trainer: &Trainer, placement: Optimization) -> Option<(bool, String)> {
+    let choice = trainer.choices().into_iter().find(|choice| choice.optimization == placement)?;
+    Some((choice.on, choice.why))
+}
+
+#[test]
+fn what_lies_in_host_memory_takes_none_of_the_device() {
+    let config = ModelConfig::from_hf_json(QWEN3_8B).unwrap();
+    let table = (2 * config.vocab_size * config.hidden_size) as u64;
+    let method = MethodConfig { r: 16, ..MethodConfig::default() };
+    for bits in [32, 8] {
+        let run = |switches: Switches| {
+            let device = Device::recording(facts());
+            let lora = lora_spec(&method);
+            let form = Form { lora: lora.as_ref(), embedding: switches.memory.embedding, ..Form::default() };
+            let model = Transformer::random(&config, &device, form, 1).unwrap();
+            let optimizer = OptimizerConfig { bits, ..OptimizerConfig::default() };
+            let setup = TrainerSetup { method: method.clone(), optimizer, switches, seed: 1, total_steps: 10 };
+            let mut trainer = Trainer::new(model, setup).unwrap();
+            steps(&mut trainer, &[pack(&[512])], 3);
+            let tells = [Optimization::HostEmbedding, Optimization::HostOptimizerState]
+                .map(|placement| told(&trainer, placement));
+            let peaks = [MemoryCategory::Weights, MemoryCategory::Optimizer].map(|category| peak(&device, category));
+            (peaks, device.memory(), tells, trainer.num_trainable())
+        };
+        let (on_device, before, silent, adapters) = run(switches(Activations::Recompute));
+        let (in_host, after, tells, _) = run(in_host());
+        assert_eq!(silent, [None, None], "a run tells of what was asked for");
+        let state = on_device[1] - in_host[1];
+        // 32 bits: eight bytes a value; 8 bits: two and eight for each 256, and small matrices as before.
+        let want = if bits == 32 { 8 * adapters } else { 2 * adapters + adapters / 32 };
+        assert!(state.abs_diff(want) < 1 << 20, "{bits} bits: {state} bytes of state, {want} by hand");
+        assert!(in_host[1] < 1 << 20, "the table of tensors stays: {in_host:?}");
+        assert_eq!(on_device[0] - in_host[0], table);
+        assert_eq!(before.peak_bytes - after.peak_bytes, table + state);
+        let locked = after.pinned.unwrap().peak - before.pinned.unwrap().peak;
+        assert!(
+            (table + state..table + state + (state >> 4) + (8 << 20)).contains(&locked),
+            "{locked} bytes are locked"
+        );
+        let [embedding, moments] = tells.map(Option::unwrap);
+        assert!(embedding.0 && embedding.1.contains("GiB are read over the bus"), "{embedding:?}");
+        assert!(moments.0 && moments.1.ends_with("of moments go over the bus"), "{moments:?}");
+    }
+}
+
+#[test]
+fn what_host_memory_has_no_room_for_stays_on_the_device_and_the_reason_is_said() {
+    // Half of it may be locked: enough for some of the moments.
+    let device = Device::recording(RecordingFacts { host_bytes: Some(256 << 20), ..facts() });
+    let mut limited = trainer(&device, QWEN3_8B, MethodConfig { r: 16, ..MethodConfig::default() }, in_host());
+    steps(&mut limited, &[pack(&[512])], 2);
+    let (on, why) = told(&limited, Optimization::HostEmbedding).unwrap();
+    assert!(!on && why.contains("half of what is free is 128.00 MiB"), "{why}");
+    let (on, why) = told(&limited, Optimization::HostOptimizerState).unwrap();
+    assert!(on && why.contains("; the rest is on the device: ") && why.contains("128.00 MiB"), "{why}");
+    assert!(gpu(&device).pinned_bytes().peak <= (128 << 20) + 64, "and what results of steps are copied to");
+
+    let device = Device::recording(facts());
+    let mut tied = trainer(&device, LLAMA_1B, MethodConfig::default(), in_host());
+    steps(&mut tied, &[pack(&[512])], 2);
+    assert_eq!(
+        told(&tied, Optimization::HostEmbedding).unwrap(),
+        (false, "the head multiplies by the same table".into())
+    );
+    let full = MethodConfig { kind: MethodKind::Full, ..MethodConfig::default() };
+    let all = trainer(
+        &device,
+        &LLAMA_1B.replace("\"tie_word_embeddings\": true", "\"tie_word_embeddings\": false"),
+        full,
+        in_host(),
+    );
+    assert_eq!(told(&all, Optimization::HostEmbedding).unwrap(), (false, "it trains".into()));
+
+    let shared = DeviceFacts { integrated: true, ..DeviceFacts::assumed(24 << 30) };
+    let device =
+        Device::recording(RecordingFacts { host_bytes: Some(1 << 40), ..RecordingFacts::unbounded(shared, true) });
+    let trainer = trainer(&device, LLAMA_1B, MethodConfig::default(), in_host());
+    let (on, why) = told(&trainer, Optimization::HostOptimizerState).unwrap();
+    assert_eq!((on, why.as_str()), (false, "host and device share their memory here"));
+}
+
+#[test]
+fn what_lies_where_can_change_between_steps() {
+    let device = Device::recording(facts());
+    let mut trainer = trainer(&device, QWEN3_8B, MethodConfig::default(), switches(Activations::Recompute));
+    steps(&mut trainer, &[pack(&[512])], 2);
+    let on_device = (device.memory().now_bytes, gpu(&device).pinned_bytes().now);
+    trainer.set_switches(in_host());
+    steps(&mut trainer, &[pack(&[512])], 2);
+    let in_host = (device.memory().now_bytes, gpu(&device).pinned_bytes().now);
+    assert!(in_host.0 + (1 << 30) < on_device.0 && in_host.1 > on_device.1 + (1 << 30), "{on_device:?} {in_host:?}");
+    trainer.set_switches(switches(Activations::Recompute));
+    steps(&mut trainer, &[pack(&[512])], 2);
+    let back = (device.memory().now_bytes, gpu(&device).pinned_bytes().now);
+    assert_eq!(back.0, on_device.0);
+    assert!(back.1 - on_device.1 <= 4 << 20, "one slab at most waits for what comes next");
 }
 
 /// Two blocks of Llama 3 8B's sizes, and a head that takes little.

@@ -93,6 +93,14 @@ impl Params {
         self.push_parameter(Parameter::new(name, &shape, category, Place::Own(value)))
     }
 
+    /// Lets a base weight that is a tensor of its own and does not train lie in `value`, with its shape and format and what it holds.
+    pub fn replace(&mut self, id: ParamId, value: Tensor) {
+        let parameter = &mut self.list[id.0];
+        assert!(!parameter.trainable && parameter.working.is_none(), "{} trains", parameter.name);
+        assert_eq!(parameter.shape, value.shape(), "shape of {}", parameter.name);
+        parameter.value = Place::Own(value);
+    }
+
     /// Adds a matrix of zeros for several parameters.
     pub fn push_matrix(&mut self, rows: usize, cols: usize) -> MatrixId {
         self.matrices.push(Matrix::whole(&self.device, rows, cols));

@@ -45,6 +45,13 @@ pub enum Placement {
     Host,
 }
 
+impl Placement {
+    /// Host memory if `host`.
+    pub fn host_if(host: bool) -> Self {
+        if host { Self::Host } else { Self::Device }
+    }
+}
+
 /// Where a model and its training put what takes memory, and how much they work on at one time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(default)]

@@ -6,6 +6,7 @@ use anyhow::{Context as _, ensure};
 
 use super::block::{Block, PROJECTIONS};
 use super::config::ModelConfig;
+use super::policy::Placement;
 use crate::base::error::Result;
 use crate::layers::attention::{Attention, QkNorms};
 use crate::layers::embedding::Embedding;
@@ -17,22 +18,30 @@ use crate::layers::projection::{Linear, Projection};
 use crate::ops::attention::AttentionShape;
 use crate::tensor::{Device, MemoryCategory};
 
+/// The table of token embeddings.
+const EMBEDDING: &str = "model.embed_tokens.weight";
+/// Why a table that is the head's as well stays on the device.
+pub(super) const TIED: &str = "the head multiplies by the same table";
+
 /// A model whose parameters are all zero.
 pub(super) struct Skeleton {
     pub params: Params,
     pub embed_tokens: Embedding,
     pub blocks: Vec<Block>,
     pub head: Head,
+    /// Why the embedding's table is on the device although it was to be in host memory.
+    pub embedding_refused: Option<String>,
 }
 
 /// Makes the parameters of `config.expected_tensors()`, in that order, and the layers. `rank(layer, module)` is the rank of the adapter that a
 /// projection will get, so that its matrix has room for it from the start; without room it grows when the adapter comes. With `nf4`, the linear layers of
-/// blocks are in NF4, their scales in 8 bits where it says so.
+/// blocks are in NF4, their scales in 8 bits where it says so. The embedding's table lies where `embedding` says, if it can.
 pub(super) fn skeleton(
     config: &ModelConfig,
     device: &Device,
     rank: &dyn Fn(usize, &str) -> usize,
     nf4: Option<bool>,
+    embedding: Placement,
 ) -> Result<Skeleton> {
     check_widths(config, device)?;
     let mut params = Params::new(device);
@@ -55,21 +64,31 @@ pub(super) fn skeleton(
             matrices.push(matrix);
         }
     }
+    let mut embedding_refused = None;
     for (name, shape) in config.expected_tensors() {
-        match parts.get(&name) {
-            Some(part) => params.push_part(&name, *part),
-            None => params.push(&name, device.zeros(MemoryCategory::Weights, &shape)),
-        };
+        if let Some(part) = parts.get(&name) {
+            params.push_part(&name, *part);
+            continue;
+        }
+        let mut value = None;
+        if name == EMBEDDING && embedding == Placement::Host {
+            let mapped = match config.tie_word_embeddings {
+                true => Err(TIED.into()),
+                false => device.zeros_mapped(MemoryCategory::Weights, &shape, device.dtype()),
+            };
+            value = mapped.map_err(|why| embedding_refused = Some(why)).ok();
+        }
+        params.push(&name, value.unwrap_or_else(|| device.zeros(MemoryCategory::Weights, &shape)));
     }
     device.check().context("making room for the weights")?;
 
     let names = Names(params.iter().map(|(id, parameter)| (parameter.name.clone(), id)).collect());
-    let embed_tokens = Embedding { weight: names.id("model.embed_tokens.weight")? };
+    let embed_tokens = Embedding { weight: names.id(EMBEDDING)? };
     let weight = if config.tie_word_embeddings { embed_tokens.weight } else { names.id("lm_head.weight")? };
     let head = Head { norm: names.norm("model.norm", config, config.hidden_size)?, weight };
     let of_block = matrices.chunks_exact(PROJECTIONS.len()).enumerate();
     let blocks = of_block.map(|(layer, matrices)| names.block(config, layer, matrices)).collect::<Result<Vec<_>>>()?;
-    Ok(Skeleton { params, embed_tokens, blocks, head })
+    Ok(Skeleton { params, embed_tokens, blocks, head, embedding_refused })
 }
 
 /// The GPU's kernels move eight values at once, and keep a head in the registers of a warp.

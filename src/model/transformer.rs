@@ -11,9 +11,9 @@ use super::config::ModelConfig;
 use super::lora::LoraSpec;
 use super::metadata::{CacheCounts, CacheEntry, MetadataCache, MetadataPolicy, SequenceMetadata};
 use super::offload::{Offload, Travel};
-use super::policy::{Activations, AttentionPath, Dequantized, WeightFormat};
+use super::policy::{Activations, AttentionPath, Dequantized, Placement, WeightFormat};
 use super::rotary;
-use super::skeleton::{Skeleton, skeleton};
+use super::skeleton::{Skeleton, TIED, skeleton};
 use crate::base::error::Result;
 use crate::layers::embedding::Embedding;
 use crate::layers::head::{Head, Supervised};
@@ -24,6 +24,9 @@ use crate::ops::rope::RopeTable;
 use crate::tensor::phase::{Pass, Phase};
 use crate::tensor::{Device, MemoryCategory, Tensor};
 
+/// Rows of the embedding's table that are moved at once.
+const ROWS_MOVED: usize = 4096;
+
 /// A dense decoder-only transformer on one device.
 #[derive(Debug)]
 pub struct Transformer {
@@ -33,6 +36,8 @@ pub struct Transformer {
     pub(super) embed_tokens: Embedding,
     pub(super) blocks: Vec<Block>,
     pub(super) head: Head,
+    /// Why the embedding's table is on the device although it was to be in host memory.
+    embedding_refused: Option<String>,
     attention_path: AttentionPath,
     mlp_rows: usize,
     metadata: MetadataCache,
@@ -49,6 +54,8 @@ pub struct Form<'a> {
     pub lora: Option<&'a LoraSpec>,
     /// How its linear layers are held.
     pub weights: WeightFormat,
+    /// Where the embedding's table lies, if nothing stands against it.
+    pub embedding: Placement,
 }
 
 /// What a training pass over one micro-batch needs besides the batch.
@@ -99,7 +106,8 @@ impl Transformer {
             WeightFormat::Nf4 { double_quant, dequantized: Dequantized::Scratch } => Some(double_quant),
             WeightFormat::Nf4 { dequantized: Dequantized::Resident, .. } | WeightFormat::Plain => None,
         };
-        let Skeleton { params, embed_tokens, blocks, head } = skeleton(config, device, &rank, packed)?;
+        let Skeleton { params, embed_tokens, blocks, head, embedding_refused } =
+            skeleton(config, device, &rank, packed, form.embedding)?;
         Ok(Self {
             device: device.clone(),
             config: config.clone(),
@@ -107,6 +115,7 @@ impl Transformer {
             embed_tokens,
             blocks,
             head,
+            embedding_refused,
             attention_path: AttentionPath::default(),
             mlp_rows: 0,
             metadata: MetadataCache::new(MetadataPolicy::default(), config.windows().len()),
@@ -144,6 +153,53 @@ impl Transformer {
     /// Sets how attention knows the documents of a pack, in every pass from now on. A new model has the default.
     pub fn set_attention_path(&mut self, path: AttentionPath) {
         self.attention_path = path;
+    }
+
+    /// Moves the embedding's table to where it shall lie, unless something stands against it ([`Self::embedding_refused`]); whether it was moved.
+    pub fn place_embedding(&mut self, place: Placement) -> bool {
+        let id = self.embed_tokens.weight;
+        let in_host = self.embedding_host_bytes().is_some();
+        if place == Placement::Device {
+            self.embedding_refused = None;
+        }
+        if in_host == (place == Placement::Host) {
+            return false;
+        }
+        let table = self.params.operand(id);
+        let (category, shape, dtype) = (table.category(), table.shape(), table.dtype());
+        let moved = match place {
+            _ if self.params.is_trainable(id) => Err("it trains".to_owned()),
+            Placement::Host if id == self.head.weight => Err(TIED.to_owned()),
+            Placement::Host => self.device.zeros_mapped(category, shape, dtype),
+            Placement::Device => Ok(self.device.empty(category, shape)),
+        };
+        match moved {
+            Ok(mut moved) => {
+                let rows = if self.device.keeps_values() { table.rows() } else { 0 };
+                for first in (0..rows).step_by(ROWS_MOVED) {
+                    let count = ROWS_MOVED.min(rows - first);
+                    let values = table.view().row_range(first, count).to_vec();
+                    moved.view_mut().row_range(first, count).set(&values);
+                }
+                self.params.replace(id, moved);
+                true
+            }
+            Err(why) => {
+                self.embedding_refused = Some(why);
+                false
+            }
+        }
+    }
+
+    /// Bytes of the embedding's table, where it lies in host memory.
+    pub fn embedding_host_bytes(&self) -> Option<u64> {
+        let table = self.params.operand(self.embed_tokens.weight);
+        table.is_mapped().then(|| (table.len() * table.dtype().num_bytes()) as u64)
+    }
+
+    /// Why the embedding's table lies on the device although it was to lie in host memory.
+    pub fn embedding_refused(&self) -> Option<&str> {
+        self.embedding_refused.as_deref()
     }
 
     /// Sets how many rows the MLP of a block takes at most at one time where its activations are not kept, in every pass from now on. A new model
@@ -266,7 +322,9 @@ impl Transformer {
                     return None;
                 }
             }
-            let keep = i >= first && activations == Activations::Keep;
+            // The backward pass of the last block follows at once: what it keeps is held when little else is.
+            let is_last = i + 1 == self.blocks.len() && !Tiling::new(x.rows(), self.mlp_rows).is_split();
+            let keep = i >= first && (activations == Activations::Keep || is_last);
             let metadata = metadata(block, Pass::Forward);
             let (out, saved) = block.forward(ctx, metadata.sequences(batch), &x, keep, self.mlp_rows);
             let input = std::mem::replace(&mut x, out);

@@ -69,10 +69,49 @@ pub enum Moments<'a> {
     Blockwise8([&'a Moment8; 2]),
 }
 
+fn entry(member: Member<'_>) -> Entry {
+    let n = member.param.len();
+    let fits = |part: &View<'_>| part.rows() * part.cols() == n;
+    assert!(fits(&member.grad) && member.working.as_ref().is_none_or(fits), "shapes of an optimizer's tensors");
+    assert!(member.grad.is_contiguous(), "gradients have no gaps");
+    let ([m, v], [m_absmax, v_absmax]) = match member.moments {
+        Moments::F32(moments) => {
+            assert!(moments.iter().all(|moment| moment.len() == n), "shapes of moments");
+            (moments.map(Tensor::pointer), [0; 2])
+        }
+        Moments::Blockwise8(moments) => {
+            let blocks = n.div_ceil(adamw8::BLOCK);
+            let fits =
+                |moment: &&Moment8| moment.codes.len() == blocks * adamw8::BLOCK && moment.absmax.len() == blocks;
+            assert!(moments.iter().all(fits), "shapes of moments in 8 bits");
+            (moments.map(|moment| moment.codes.pointer()), moments.map(|moment| moment.absmax.pointer()))
+        }
+    };
+    Entry {
+        param: member.param.pointer(),
+        working: member.working.map_or(0, |working| working.pointer()),
+        working_stride: member.working.map_or(0, |working| working.stride() as i64),
+        working_cols: member.working.map_or(0, |working| working.cols() as i32),
+        grad: member.grad.pointer(),
+        m,
+        v,
+        m_absmax,
+        v_absmax,
+        n: n as i64,
+        decays: i32::from(member.decays),
+    }
+}
+
+/// The work list of one tensor.
+fn chunks(tensor: i32, entry: &Entry) -> impl Iterator<Item = Chunk> + use<> {
+    (0..(entry.n as usize).div_ceil(CHUNK)).map(move |number| Chunk { tensor, number: number as i32 })
+}
+
 /// The table of trainable tensors and its work list, in device memory. The tensors must stay where they are.
 #[derive(Debug)]
 pub struct MultiTensor {
     entries: CudaBuffer,
+    num_entries: usize,
     chunks: CudaBuffer,
     num_chunks: usize,
     /// The maps of moments in 8 bits.
@@ -87,41 +126,8 @@ pub struct MultiTensor {
 impl MultiTensor {
     /// Builds the table.
     pub fn new<'a>(device: &Device, gpu: &Gpu, members: impl Iterator<Item = Member<'a>>) -> Self {
-        let (mut entries, mut chunks) = (Vec::new(), Vec::new());
-        for (tensor, member) in members.enumerate() {
-            let n = member.param.len();
-            let fits = |part: &View<'_>| part.rows() * part.cols() == n;
-            assert!(fits(&member.grad) && member.working.as_ref().is_none_or(fits), "shapes of an optimizer's tensors");
-            assert!(member.grad.is_contiguous(), "gradients have no gaps");
-            let ([m, v], [m_absmax, v_absmax]) = match member.moments {
-                Moments::F32(moments) => {
-                    assert!(moments.iter().all(|moment| moment.len() == n), "shapes of moments");
-                    (moments.map(Tensor::pointer), [0; 2])
-                }
-                Moments::Blockwise8(moments) => {
-                    let blocks = n.div_ceil(adamw8::BLOCK);
-                    let fits = |moment: &&Moment8| {
-                        moment.codes.len() == blocks * adamw8::BLOCK && moment.absmax.len() == blocks
-                    };
-                    assert!(moments.iter().all(fits), "shapes of moments in 8 bits");
-                    (moments.map(|moment| moment.codes.pointer()), moments.map(|moment| moment.absmax.pointer()))
-                }
-            };
-            entries.push(Entry {
-                param: member.param.pointer(),
-                working: member.working.map_or(0, |working| working.pointer()),
-                working_stride: member.working.map_or(0, |working| working.stride() as i64),
-                working_cols: member.working.map_or(0, |working| working.cols() as i32),
-                grad: member.grad.pointer(),
-                m,
-                v,
-                m_absmax,
-                v_absmax,
-                n: n as i64,
-                decays: i32::from(member.decays),
-            });
-            chunks.extend((0..n.div_ceil(CHUNK)).map(|number| Chunk { tensor: tensor as i32, number: number as i32 }));
-        }
+        let entries: Vec<Entry> = members.map(entry).collect();
+        let chunks: Vec<Chunk> = (0..).zip(&entries).flat_map(|(tensor, entry)| chunks(tensor, entry)).collect();
         let category = MemoryCategory::Optimizer;
         let [on_entries, on_chunks] =
             [size_of_val(entries.as_slice()), size_of_val(chunks.as_slice())].map(|bytes| gpu.alloc(category, bytes));
@@ -129,6 +135,7 @@ impl MultiTensor {
         gpu.upload(on_chunks.pointer(), &chunks);
         Self {
             entries: on_entries,
+            num_entries: entries.len(),
             num_chunks: chunks.len(),
             chunks: on_chunks,
             maps: device.tensor_f32(category, &[adamw8::TABLES_LEN], adamw8::tables()),
@@ -136,6 +143,13 @@ impl MultiTensor {
             state: device.tensor_f32(category, &[4], INITIAL.to_vec()),
             readback: Readback::new(gpu, INITIAL),
         }
+    }
+
+    /// Names other tensors from now on, as many and as large as before. What is queued works on those before.
+    pub fn set_members<'a>(&mut self, gpu: &Gpu, members: impl Iterator<Item = Member<'a>>) {
+        let entries: Vec<Entry> = members.map(entry).collect();
+        assert_eq!(entries.len(), self.num_entries, "tensors of a table");
+        gpu.upload(self.entries.pointer(), &entries);
     }
 
     /// Queues clearing of all gradients.

@@ -1,6 +1,6 @@
 //! Bytes on a device: numbers of 8 bits and fewer, whose meaning is that of the operation that reads them.
 
-use super::cuda::CudaBuffer;
+use super::cuda::{CudaBuffer, Pitched};
 use super::memory::Charge;
 
 /// Bytes, owned, on one device.
@@ -15,6 +15,10 @@ pub struct Bytes {
 pub(super) enum ByteStorage {
     Host(Vec<u8>),
     Cuda(CudaBuffer),
+}
+
+fn whole(len: usize) -> Pitched {
+    Pitched { rows: 1, row_bytes: len, pitch: len }
 }
 
 impl Bytes {
@@ -61,7 +65,7 @@ impl Bytes {
     pub fn to_vec(&self) -> Vec<u8> {
         match &self.storage {
             ByteStorage::Host(data) => data.clone(),
-            ByteStorage::Cuda(buffer) => buffer.device().download(buffer.pointer(), self.len),
+            ByteStorage::Cuda(buffer) => buffer.read(0, whole(self.len)),
         }
     }
 
@@ -70,7 +74,7 @@ impl Bytes {
         assert_eq!(bytes.len(), self.len, "bytes of another number");
         match &mut self.storage {
             ByteStorage::Host(data) => data.copy_from_slice(bytes),
-            ByteStorage::Cuda(buffer) => buffer.device().upload(buffer.pointer(), bytes),
+            ByteStorage::Cuda(buffer) => buffer.write(0, whole(self.len), bytes),
         }
     }
 }

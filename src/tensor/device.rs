@@ -13,6 +13,9 @@ use super::pool::CpuPool;
 use super::storage::{IndexStorage, Indices, Storage, Tensor, is_pooled};
 use crate::base::error::{NoDevice, Result};
 
+/// Why nothing is put into host memory on the CPU.
+const CPU_IS_HOST: &str = "a CPU keeps it in host memory anyway";
+
 /// A device to train on. Cheap to clone: clones share memory accounting and clock.
 #[derive(Debug, Clone)]
 pub enum Device {
@@ -209,7 +212,7 @@ impl Device {
     pub fn memory(&self) -> MemoryReport {
         match self {
             Self::Cpu(cpu) => cpu.inner.ledger.report(),
-            Self::Cuda(gpu) => gpu.ledger().report(),
+            Self::Cuda(gpu) => MemoryReport { pinned: Some(gpu.pinned_bytes()), ..gpu.ledger().report() },
         }
     }
 
@@ -217,7 +220,10 @@ impl Device {
     pub fn reset_memory_peaks(&self) {
         match self {
             Self::Cpu(cpu) => cpu.inner.ledger.reset_peaks(),
-            Self::Cuda(gpu) => gpu.ledger().reset_peaks(),
+            Self::Cuda(gpu) => {
+                gpu.ledger().reset_peaks();
+                gpu.reset_pinned_peak();
+            }
         }
     }
 
@@ -310,6 +316,26 @@ impl Device {
                 Some(Tensor::from_parts(shape, self.dtype(), Storage::Cuda(buffer), charge))
             }
         }
+    }
+
+    /// Zeros in host memory, which the GPU reads and writes over the bus. They take no device memory, so none is booked.
+    ///
+    /// # Errors
+    /// Why there are none, as a clause; on the CPU, whose memory is the host's anyway.
+    pub fn zeros_mapped(&self, category: MemoryCategory, shape: &[usize], dtype: DType) -> Result<Tensor, String> {
+        let Self::Cuda(gpu) = self else { return Err(CPU_IS_HOST.into()) };
+        let buffer = gpu.alloc_mapped(shape.iter().product::<usize>() * dtype.num_bytes())?;
+        Ok(Tensor::from_parts(shape, dtype, Storage::Cuda(buffer), gpu.ledger().charge(category, 0)))
+    }
+
+    /// As [`Self::zeros_mapped`], `len` bytes.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn zero_mapped_bytes(&self, category: MemoryCategory, len: usize) -> Result<Bytes, String> {
+        let Self::Cuda(gpu) = self else { return Err(CPU_IS_HOST.into()) };
+        let buffer = gpu.alloc_mapped(len)?;
+        Ok(Bytes::from_parts(ByteStorage::Cuda(buffer), len, gpu.ledger().charge(category, 0)))
     }
 
     /// As [`Self::empty`], in f32 on every device.

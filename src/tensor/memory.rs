@@ -5,6 +5,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
+use super::cuda::PinnedBytes;
+
 /// What an allocation is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -77,6 +79,9 @@ pub struct MemoryReport {
     pub peak_bytes: u64,
     /// Resident memory of the process as the system reports it, when it does.
     pub process_bytes: Option<u64>,
+    /// Page-locked host memory, on a GPU: what copies go through, and what was put there instead of into the device's memory.
+    #[serde(default)]
+    pub pinned: Option<PinnedBytes>,
 }
 
 /// Live counters behind [`MemoryReport`]; shared by everything that allocates on one device.
@@ -139,6 +144,7 @@ impl Ledger {
             now_bytes: self.total_now.load(Ordering::Relaxed),
             peak_bytes: self.total_peak.load(Ordering::Relaxed),
             process_bytes: process_bytes(),
+            pinned: None,
         }
     }
 }

@@ -106,6 +106,11 @@ impl Tensor {
         }
     }
 
+    /// Whether it lies in host memory, which the GPU reaches over the bus.
+    pub fn is_mapped(&self) -> bool {
+        matches!(&self.storage, Storage::Cuda(buffer) if buffer.is_mapped())
+    }
+
     /// A copy of the values on the host. From a GPU this waits for the device.
     pub fn to_vec(&self) -> Vec<f32> {
         self.read_rows(0, 1, self.len(), self.len())
@@ -128,11 +133,10 @@ impl Tensor {
             Storage::Cuda(buffer) => {
                 let bytes = self.dtype.num_bytes();
                 let pitched = Pitched { rows, row_bytes: cols * bytes, pitch: stride * bytes };
-                let from = buffer.pointer() + (offset * bytes) as u64;
                 match self.dtype {
-                    DType::F32 => buffer.device().download_rows(from, pitched),
+                    DType::F32 => buffer.read(offset * bytes, pitched),
                     DType::Bf16 => {
-                        let bits: Vec<u16> = buffer.device().download_rows(from, pitched);
+                        let bits: Vec<u16> = buffer.read(offset * bytes, pitched);
                         bits.into_iter().map(|bits| bf16::from_bits(bits).to_f32()).collect()
                     }
                 }
@@ -152,12 +156,11 @@ impl Tensor {
             Storage::Cuda(buffer) => {
                 let bytes = self.dtype.num_bytes();
                 let pitched = Pitched { rows, row_bytes: cols * bytes, pitch: stride * bytes };
-                let to = buffer.pointer() + (offset * bytes) as u64;
                 match self.dtype {
-                    DType::F32 => buffer.device().upload_rows(to, pitched, values),
+                    DType::F32 => buffer.write(offset * bytes, pitched, values),
                     DType::Bf16 => {
                         let bits: Vec<u16> = values.par_iter().map(|&x| bf16::from_f32(x).to_bits()).collect();
-                        buffer.device().upload_rows(to, pitched, &bits);
+                        buffer.write(offset * bytes, pitched, &bits);
                     }
                 }
             }
@@ -170,7 +173,7 @@ impl Tensor {
         match &self.storage {
             Storage::Cuda(buffer) if self.dtype == DType::Bf16 => {
                 let pitched = Pitched { rows, row_bytes: 2 * cols, pitch: 2 * stride };
-                buffer.device().upload_rows(buffer.pointer() + 2 * offset as u64, pitched, bytes);
+                buffer.write(2 * offset, pitched, bytes);
             }
             _ => {
                 let value = |bytes: &[u8; 2]| bf16::from_le_bytes(*bytes).to_f32();

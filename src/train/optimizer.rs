@@ -3,6 +3,7 @@
 use super::config::OptimizerConfig;
 use super::snapshot::{MomentValues, SlotValues, Snapshot};
 use crate::layers::parameter::{Grads, ParamId, Parameter};
+use crate::model::policy::Placement;
 use crate::model::transformer::Transformer;
 use crate::ops::adamw::{self, AdamWParams};
 use crate::ops::adamw8::{self, Moment8};
@@ -10,7 +11,7 @@ use crate::ops::cross_entropy::LossSum;
 use crate::ops::multi_tensor::{self, Member, MultiTensor};
 use crate::ops::norm::{self, ClipValues};
 use crate::tensor::cuda::ReadSlot;
-use crate::tensor::{Device, Gpu, MemoryCategory, Tensor};
+use crate::tensor::{DType, Device, Gpu, MemoryCategory, Tensor};
 
 /// Optimizer state of one parameter.
 #[derive(Debug)]
@@ -26,15 +27,68 @@ enum Moments {
     Blockwise8([Moment8; 2]),
 }
 
+/// Where moments lie.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct StatePlace {
+    asked: Placement,
+    /// Bytes of moments in host memory.
+    pub host_bytes: u64,
+    /// Why some or all of them lie on the device although they were to lie in host memory.
+    pub refused: Option<String>,
+}
+
+impl StatePlace {
+    fn new(asked: Placement) -> Self {
+        Self { asked, ..Self::default() }
+    }
+
+    /// Takes host memory if that is asked for and was not refused before.
+    fn in_host<T>(&mut self, bytes: usize, take: impl FnOnce() -> Result<T, String>) -> Option<T> {
+        if self.asked == Placement::Device || self.refused.is_some() {
+            return None;
+        }
+        match take() {
+            Ok(taken) => {
+                self.host_bytes += bytes as u64;
+                Some(taken)
+            }
+            Err(why) => {
+                self.refused = Some(why);
+                None
+            }
+        }
+    }
+
+    fn zeros(&mut self, device: &Device, shape: &[usize]) -> Tensor {
+        let (category, bytes) = (MemoryCategory::Optimizer, shape.iter().product::<usize>() * size_of::<f32>());
+        self.in_host(bytes, || device.zeros_mapped(category, shape, DType::F32))
+            .unwrap_or_else(|| device.zeros_f32(category, shape))
+    }
+
+    fn zeros8(&mut self, device: &Device, len: usize) -> Moment8 {
+        let (category, blocks) = (MemoryCategory::Optimizer, len.div_ceil(adamw8::BLOCK));
+        let room = blocks * adamw8::BLOCK;
+        let codes = self.in_host(room, || device.zero_mapped_bytes(category, room));
+        let codes = codes.unwrap_or_else(|| device.zero_bytes(category, room));
+        Moment8 { codes, absmax: self.zeros(device, &[blocks]) }
+    }
+}
+
 impl Moments {
     /// Moments that are zero; in 8 bits where that is asked for and the parameter is large enough.
-    fn zeros(device: &Device, shape: &[usize], bits: u32) -> Self {
+    fn zeros(device: &Device, shape: &[usize], bits: u32, place: &mut StatePlace) -> Self {
         let len = shape.iter().product();
         if bits == 8 && len >= adamw8::MIN_LEN {
-            Self::Blockwise8([Moment8::zeros(device, len), Moment8::zeros(device, len)])
+            Self::Blockwise8([place.zeros8(device, len), place.zeros8(device, len)])
         } else {
-            let zeros = || device.zeros_f32(MemoryCategory::Optimizer, shape);
-            Self::F32([zeros(), zeros()])
+            Self::F32([place.zeros(device, shape), place.zeros(device, shape)])
+        }
+    }
+
+    fn bits(&self) -> u32 {
+        match self {
+            Self::F32(_) => 32,
+            Self::Blockwise8(_) => 8,
         }
     }
 
@@ -76,6 +130,7 @@ impl Moments {
 #[derive(Debug)]
 pub struct Optimizer {
     slots: Vec<Slot>,
+    place: StatePlace,
     updates: u64,
     /// On a GPU.
     table: Option<MultiTensor>,
@@ -92,12 +147,41 @@ pub struct BadGradient {
 
 impl Optimizer {
     /// State for every trainable parameter; its moments have `bits` bits a value, 32 or 8, and 32 in parameters with fewer than
-    /// [`adamw8::MIN_LEN`] values.
-    pub fn new(model: &Transformer, bits: u32) -> Self {
-        let device = model.device();
-        let slot = |id, parameter: &Parameter| Slot { id, moments: Moments::zeros(device, &parameter.shape, bits) };
-        let slots = model.params().iter().filter(|(_, p)| p.trainable).map(|(id, p)| slot(id, p)).collect();
-        Self { slots, updates: 0, table: None }
+    /// [`adamw8::MIN_LEN`] values. They lie where `asked` says, as far as that can be ([`Self::state_place`]).
+    pub fn new(model: &Transformer, bits: u32, asked: Placement) -> Self {
+        let (device, mut place) = (model.device(), StatePlace::new(asked));
+        let slot = |(id, parameter): (ParamId, &Parameter)| Slot {
+            id,
+            moments: Moments::zeros(device, &parameter.shape, bits, &mut place),
+        };
+        let slots = model.params().iter().filter(|(_, p)| p.trainable).map(slot).collect();
+        Self { slots, place, updates: 0, table: None }
+    }
+
+    /// Where the moments lie.
+    pub fn state_place(&self) -> &StatePlace {
+        &self.place
+    }
+
+    /// Moves the moments to where they shall lie, as far as that can be; every bit of them stays. From and to a GPU this waits for the device.
+    pub fn place(&mut self, model: &Transformer, grads: &Grads, asked: Placement) {
+        if asked == self.place.asked {
+            return;
+        }
+        let mut place = StatePlace::new(asked);
+        let move_one = |Slot { id, moments }: &Slot| {
+            let mut moved = Moments::zeros(model.device(), &model.params().get(*id).shape, moments.bits(), &mut place);
+            moved.set(&moments.values());
+            Slot { id: *id, moments: moved }
+        };
+        // Until the table names the new ones, the device may use those from before.
+        let moved = self.slots.iter().map(move_one).collect();
+        let _before = std::mem::replace(&mut self.slots, moved);
+        self.place = place;
+        if let (Device::Cuda(gpu), Some(mut table)) = (model.device(), self.table.take()) {
+            table.set_members(gpu, members(&self.slots, model, grads));
+            self.table = Some(table);
+        }
     }
 
     /// Updates done, or queued on a GPU.
@@ -190,14 +274,7 @@ impl Optimizer {
     /// The table of trainable tensors, made when it is first needed: parameters, gradients and state stay where they are.
     fn table(&mut self, model: &Transformer, grads: &Grads, gpu: &Gpu) -> &MultiTensor {
         let Self { slots, table, .. } = self;
-        table.get_or_insert_with(|| {
-            let members = slots.iter().filter_map(|Slot { id, moments }| {
-                let (param, working) = model.params().trained(*id);
-                let (grad, moments) = (grads.get(*id)?, moments.as_ref());
-                Some(Member { param, working, grad, moments, decays: decays(param) })
-            });
-            MultiTensor::new(model.device(), gpu, members)
-        })
+        table.get_or_insert_with(|| MultiTensor::new(model.device(), gpu, members(slots, model, grads)))
     }
 
     fn update_on_cpu(&mut self, model: &mut Transformer, grads: &Grads, params: &AdamWParams, scale: f32) {
@@ -225,6 +302,15 @@ impl Optimizer {
             Some(BadGradient { name: model.params().name(slot.id).to_owned(), value })
         })
     }
+}
+
+/// The parameters of `slots` with what belongs to each, for the table.
+fn members<'a>(slots: &'a [Slot], model: &'a Transformer, grads: &'a Grads) -> impl Iterator<Item = Member<'a>> {
+    slots.iter().filter_map(|Slot { id, moments }| {
+        let (param, working) = model.params().trained(*id);
+        let (grad, moments) = (grads.get(*id)?, moments.as_ref());
+        Some(Member { param, working, grad, moments, decays: decays(param) })
+    })
 }
 
 /// Whether weight decay acts on a parameter: not on those of one dimension (norms and biases).

@@ -143,6 +143,10 @@ pub enum Optimization {
     VarlenAttention,
     /// Passes recorded as CUDA graphs.
     CudaGraphs,
+    /// The table of token embeddings in host memory.
+    HostEmbedding,
+    /// The optimizer's moments in host memory.
+    HostOptimizerState,
     /// The MLP over tiles of rows, so that what it works with is held for one of them.
     MlpTiles,
     /// Packs of a step joined into passes.
@@ -150,7 +154,7 @@ pub enum Optimization {
 }
 
 impl Optimization {
-    /// All that can be switched while a run trains, in the order in which they are shown. The others are told where they were asked for.
+    /// Those that every run tells about, in the order in which they are shown. The others are told where they were asked for.
     pub const ALL: [Self; 6] = [
         Self::MetadataCache,
         Self::DoubleBuffer,
@@ -169,6 +173,8 @@ impl Optimization {
             Self::DoubleBuffer => "Overlapped copies",
             Self::VarlenAttention => "Variable-length attention",
             Self::CudaGraphs => "CUDA graphs",
+            Self::HostEmbedding => "Embedding table in host memory",
+            Self::HostOptimizerState => "Optimizer state in host memory",
             Self::MlpTiles => "MLP in tiles",
             Self::JoinedPacks => "Joined packs",
         }

@@ -4,8 +4,9 @@ use serde::{Deserialize, Serialize};
 
 use super::config::{
     Activations, AttentionPath, MemoryConfig, MemoryPolicy, Metadata, MetadataPolicy, OffloadPolicy,
-    OptimizationsConfig, TrainConfig,
+    OptimizationsConfig, Placement, TrainConfig,
 };
+use super::optimizer::StatePlace;
 use super::report::{Choice, Optimization};
 use crate::base::units;
 use crate::model::offload::OffloadState;
@@ -83,11 +84,13 @@ pub struct Reasons<'a> {
     pub activations: Option<&'a str>,
     /// Why there is one buffer for what comes back.
     pub one_buffer: Option<&'a str>,
+    /// Where the optimizer's moments lie.
+    pub state: Option<&'a StatePlace>,
 }
 
 /// Which optimizations are on, and why.
 pub fn choices(switches: &Switches, model: &Transformer, reasons: Reasons<'_>) -> Vec<Choice> {
-    let Reasons { unrecorded, activations: activations_why, one_buffer } = reasons;
+    let Reasons { unrecorded, activations: activations_why, one_buffer, state } = reasons;
     let on_gpu = matches!(model.device(), Device::Cuda(_));
     let offload = model.offload_state();
     let of = |optimization| {
@@ -132,6 +135,21 @@ pub fn choices(switches: &Switches, model: &Transformer, reasons: Reasons<'_>) -
                 (true, None) => (true, true, "two launches a pass".to_owned()),
                 (false, _) => (false, true, "every kernel is queued by the host".to_owned()),
             },
+            Optimization::HostEmbedding => match (model.embedding_host_bytes(), model.embedding_refused()) {
+                (Some(bytes), _) => (true, true, format!("rows of {} are read over the bus", units::bytes(bytes))),
+                (None, why) => (false, true, why.unwrap_or("as set").to_owned()),
+            },
+            Optimization::HostOptimizerState => match state {
+                Some(StatePlace { host_bytes: 0, refused, .. }) => {
+                    (false, true, refused.as_deref().unwrap_or("as set").to_owned())
+                }
+                Some(StatePlace { host_bytes, refused, .. }) => {
+                    let rest = refused.as_ref().map(|why| format!("; the rest is on the device: {why}"));
+                    let bytes = units::bytes(*host_bytes);
+                    (true, true, format!("{bytes} of moments go over the bus{}", rest.unwrap_or_default()))
+                }
+                None => (false, true, "there is no optimizer".to_owned()),
+            },
             Optimization::JoinedPacks => match joining(switches, model) {
                 Ok(tokens) => (
                     true,
@@ -150,10 +168,15 @@ pub fn choices(switches: &Switches, model: &Transformer, reasons: Reasons<'_>) -
         };
         Choice { optimization, on, available, why }
     };
-    let MemoryPolicy { mlp_rows, pass_tokens, .. } = switches.memory;
-    let before_the_run = [(mlp_rows > 0, Optimization::MlpTiles), (pass_tokens > 0, Optimization::JoinedPacks)];
-    let asked_for = before_the_run.into_iter().filter_map(|(asked, optimization)| asked.then_some(optimization));
-    Optimization::ALL.into_iter().chain(asked_for).map(of).collect()
+    let MemoryPolicy { embedding, optimizer_state, mlp_rows, pass_tokens, .. } = switches.memory;
+    let asked = [
+        (embedding == Placement::Host, Optimization::HostEmbedding),
+        (optimizer_state == Placement::Host, Optimization::HostOptimizerState),
+        (mlp_rows > 0, Optimization::MlpTiles),
+        (pass_tokens > 0, Optimization::JoinedPacks),
+    ];
+    let asked = asked.into_iter().filter_map(|(asked, optimization)| asked.then_some(optimization));
+    Optimization::ALL.into_iter().chain(asked).map(of).collect()
 }
 
 /// Most tokens of a pass into which the packs of a step are joined; 0 where nobody asked for it.
@@ -181,6 +204,8 @@ impl Switches {
                 self.attention = if on { AttentionPath::Varlen } else { AttentionPath::Masked };
             }
             Optimization::CudaGraphs => self.cuda_graphs = on,
+            Optimization::HostEmbedding => self.memory.embedding = Placement::host_if(on),
+            Optimization::HostOptimizerState => self.memory.optimizer_state = Placement::host_if(on),
             // Set before a run: a choice that says so cannot be switched.
             Optimization::MlpTiles | Optimization::JoinedPacks => {}
         }

@@ -1,19 +1,22 @@
 //! The trainer: micro-batches to one optimizer update, and evaluation. Stop 7 of the walk.
 
+mod copies;
 mod joining;
 mod rehearsal;
 
-use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
 
+use self::copies::copy_report;
 use super::batch::{bucket_on, upload};
-use super::config::{Activations, ActivationsChoice, Metadata, MethodConfig, MethodKind, OptimizerConfig};
-use super::optimizer::{BadGradient, Optimizer};
+use super::config::{
+    Activations, ActivationsChoice, MemoryConfig, Metadata, MethodConfig, MethodKind, OptimizerConfig, Placement,
+};
+use super::optimizer::{BadGradient, Optimizer, StatePlace};
 use super::plan::{Machine, MemoryPlan, Planner, Workload};
-use super::report::{CacheReport, Choice, CopyReport, EvalReport, StepReport};
+use super::report::{CacheReport, Choice, EvalReport, StepReport};
 use super::schedule::learning_rate;
 use super::snapshot::Snapshot;
 use super::switches::{self, Reasons, Switches};
@@ -30,11 +33,10 @@ use crate::model::transformer::{Form, PassOptions, Transformer};
 use crate::ops::cross_entropy::LossSum;
 use crate::ops::norm::{ClipValues, first_non_finite};
 use crate::tensor::Device;
-use crate::tensor::clock::{ClosedStep, CopiedBytes};
+use crate::tensor::clock::ClosedStep;
 use crate::tensor::cuda::{CounterValues, ReadSlot};
 use crate::tensor::memory::MemoryReport;
-use crate::tensor::overlap::{CopyTimes, copy_times};
-use crate::tensor::phase::{LaneKind, Pass, Phase, Span};
+use crate::tensor::phase::{Pass, Phase};
 
 /// How a trainer is set up.
 #[derive(Debug, Clone, PartialEq)]
@@ -54,7 +56,11 @@ pub struct TrainerSetup {
 impl TrainerSetup {
     /// The form in which a model must be made to be trained so, with room for the adapters `lora` of its method.
     pub fn form<'a>(&self, lora: Option<&'a LoraSpec>) -> Form<'a> {
-        Form { lora, weights: self.method.weight_format(self.switches.memory.dequantized) }
+        let memory = self.switches.memory;
+        let weights = self.method.weight_format(memory.dequantized);
+        // What trains is worked on all the time.
+        let embedding = if self.method.kind.has_adapters() { memory.embedding } else { Placement::Device };
+        Form { lora, weights, embedding }
     }
 }
 
@@ -141,7 +147,7 @@ impl Trainer {
             Some(spec) => model.add_lora(&spec, setup.seed).context("[method] does not fit this model")?,
         }
         let grads = Grads::new(model.params());
-        let optimizer = Optimizer::new(&model, setup.optimizer.bits);
+        let optimizer = Optimizer::new(&model, setup.optimizer.bits, setup.switches.memory.optimizer_state);
         let reports_late = matches!(model.device(), Device::Cuda(_));
         let recordings = Recordings::new(setup.switches.cuda_graphs);
         let mut trainer = Self {
@@ -194,12 +200,18 @@ impl Trainer {
     }
 
     fn apply_switches(&mut self) {
-        let Switches { attention, metadata, offload, memory, cuda_graphs, .. } = self.setup.switches;
+        let Switches { attention, metadata, offload, cuda_graphs, memory, activations: _ } = self.setup.switches;
         self.model.set_mlp_rows(memory.mlp_rows);
         self.model.set_attention_path(attention);
         self.model.set_metadata_policy(metadata);
         self.model.set_offload_policy(offload);
         self.recordings.enable(cuda_graphs);
+        if self.model.place_embedding(memory.embedding) {
+            // They read the table where it was.
+            self.recordings.forget();
+        }
+        let Self { optimizer, model, grads, .. } = self;
+        optimizer.place(model, grads, memory.optimizer_state);
     }
 
     /// Chooses what blocks keep, for packs of at most `tokens` tokens: what was asked for, or the fastest that fits.
@@ -213,6 +225,8 @@ impl Trainer {
                     config: self.model.config().clone(),
                     setup: self.setup.clone(),
                     activations: asked,
+                    // The model has its form.
+                    memory: MemoryConfig::fixed(self.setup.switches.memory),
                     work: Workload { tokens, longest: tokens, batches: 1 },
                     machine: Machine::of(gpu),
                 };
@@ -239,9 +253,15 @@ impl Trainer {
         }
     }
 
+    /// Where the optimizer's moments lie.
+    pub fn state_place(&self) -> &StatePlace {
+        self.optimizer.state_place()
+    }
+
     /// Which optimizations are on, and why.
     pub fn choices(&self) -> Vec<Choice> {
         let reasons = Reasons {
+            state: Some(self.optimizer.state_place()),
             unrecorded: self.recordings.unused(),
             activations: self.activations_why.as_deref(),
             one_buffer: self.one_buffer_why.as_deref(),
@@ -546,35 +566,6 @@ impl Trainer {
             num_documents: batches.iter().map(num_supervised_documents).sum(),
             eval_ms: start.elapsed().as_secs_f64() * 1e3,
         }))
-    }
-}
-
-/// What was copied in a step of these spans.
-fn copy_report(offload: &OffloadState, spans: &[Span], copied: CopiedBytes) -> CopyReport {
-    let CopyTimes { d2h_ms, h2d_ms, copy_ms, hidden_ms } = copy_times(spans);
-    let returned: Vec<Option<u32>> = spans.iter().filter(|s| s.lane == LaneKind::H2d).map(|s| s.layer).collect();
-    let travels: HashSet<_> = returned.iter().collect();
-    let works = |span: &&Span| {
-        span.lane == LaneKind::Compute
-            && span.pass == Pass::Backward
-            && matches!(span.phase, Phase::Attention | Phase::Mlp | Phase::Moe | Phase::Recompute)
-            && travels.contains(&span.layer)
-    };
-    let reloads = returned.len();
-    let backward_ms: f64 = spans.iter().filter(works).map(|span| span.end_ms - span.start_ms).sum();
-    CopyReport {
-        buffers: offload.buffers.as_ref().map_or(0, |(buffers, _)| *buffers),
-        buffer_bytes: offload.buffer_bytes,
-        blocks: offload.num_blocks,
-        host_bytes: offload.host_bytes,
-        d2h_bytes: copied.d2h,
-        h2d_bytes: copied.h2d,
-        d2h_ms,
-        h2d_ms,
-        copy_ms,
-        hidden_ms,
-        reloads,
-        block_backward_ms: (reloads > 0 && backward_ms > 0.0).then(|| backward_ms / reloads as f64),
     }
 }
 

@@ -14,7 +14,7 @@ fn trainer(family: &Family, device: &Device, dequantized: Dequantized, switches:
     let method = MethodConfig { kind: MethodKind::Qlora, ..family.method() };
     let (lora, weights) = (lora_spec(&method), method.weight_format(dequantized));
     let checkpoint = Checkpoint::open(&family.folder).unwrap();
-    let form = Form { lora: lora.as_ref(), weights };
+    let form = Form { lora: lora.as_ref(), weights, ..Form::default() };
     let model = Transformer::load_unless_stopped(&checkpoint, device, form, &mut |_, _| {}, &NEVER).unwrap().unwrap();
     let mut trainer = Trainer::new(model, family.setup(method, switches.activations, switches.cuda_graphs)).unwrap();
     trainer.set_switches(switches);

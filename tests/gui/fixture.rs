@@ -102,6 +102,7 @@ fn choices() -> Vec<Choice> {
             Optimization::KeepActivations => (false, true, "set in the configuration"),
             Optimization::VarlenAttention => (true, true, "no T×T mask"),
             Optimization::CudaGraphs => (false, false, "there is no GPU in this run"),
+            Optimization::HostEmbedding | Optimization::HostOptimizerState => (false, true, "as set"),
             Optimization::MlpTiles => (true, false, "set before the run: at most 2,048 tokens at one time"),
             Optimization::JoinedPacks => (true, false, "set before the run: at most 16,384 tokens in a pass"),
         };
@@ -189,6 +190,7 @@ fn step_report(step: u64) -> StepReport {
             now_bytes: total,
             peak_bytes: total + total / 12,
             process_bytes: Some(total + 160 * MIB),
+            pinned: None,
         },
         counters: None,
         cache: Some(cache()),

@@ -277,7 +277,7 @@ fn test_step(step: u64, change: impl FnOnce(&mut crate::session::StepReport)) ->
         step_ms: 10.0,
         phases: Vec::new(),
         not_attributed_ms: 0.0,
-        memory: MemoryReport { categories: Vec::new(), now_bytes: 0, peak_bytes: 0, process_bytes: None },
+        memory: MemoryReport::default(),
         counters: None,
         cache: None,
         copies: None,

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use super::{FIELDS, RunConfig, fields};
 use crate::data::options::LayoutChoice;
 use crate::formats::peft::PROJECTIONS;
-use crate::train::config::{MethodKind, PlacementChoice};
+use crate::train::config::MethodKind;
 
 /// Where a field's value came from.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -246,12 +246,6 @@ fn train(config: &RunConfig, check: &mut Checker) {
 }
 
 fn memory(config: &RunConfig, check: &mut Checker) {
-    let places =
-        [("memory.embedding", config.memory.embedding), ("memory.optimizer_state", config.memory.optimizer_state)];
-    for (field, place) in places {
-        let remedy = "it must be \"auto\" or \"device\": host memory is not built yet";
-        check.value(field, "\"host\"", place != PlacementChoice::Host, remedy);
-    }
     let rows = config.memory.mlp_rows;
     let remedy = format!("it must be from {LEAST_MLP_ROWS} to {MAX_PACK_LEN}, or 0 (Tandem chooses)");
     check.value("memory.mlp_rows", rows, rows == 0 || (LEAST_MLP_ROWS..=MAX_PACK_LEN).contains(&rows), &remedy);
@@ -318,8 +312,6 @@ mod tests {
             ("optimizations.offload_buffers", |c| c.optimizations.offload_buffers = 3),
             ("optimizations.offload_headroom_mib", |c| c.optimizations.offload_headroom_mib = 1 << 40),
             ("optimizations.offload_pinned_gib", |c| c.optimizations.offload_pinned_gib = f64::NAN),
-            ("memory.embedding", |c| c.memory.embedding = PlacementChoice::Host),
-            ("memory.optimizer_state", |c| c.memory.optimizer_state = PlacementChoice::Host),
             ("memory.mlp_rows", |c| c.memory.mlp_rows = 63),
             ("memory.pass_tokens", |c| c.memory.pass_tokens = 1 << 16),
             ("memory.pass_tokens", |c| {

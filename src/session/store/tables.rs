@@ -27,7 +27,7 @@ CREATE TABLE steps (
     step_ms REAL, not_attributed_ms REAL,
     now_bytes INTEGER NOT NULL, peak_bytes INTEGER NOT NULL, process_bytes INTEGER,
     epoch REAL, elapsed_s REAL, tokens_seen INTEGER NOT NULL, eta_s REAL,
-    launches INTEGER, host_syncs INTEGER, allocations INTEGER, cache TEXT, copies TEXT);
+    launches INTEGER, host_syncs INTEGER, allocations INTEGER, cache TEXT, copies TEXT, pinned TEXT);
 CREATE TABLE phases (
     id INTEGER PRIMARY KEY, seq INTEGER NOT NULL, phase TEXT NOT NULL,
     forward_ms REAL, backward_ms REAL, step_ms REAL);
@@ -98,7 +98,7 @@ struct StepPlace {
 
 fn write_step(t: &Transaction<'_>, seq: i64, unix_ms: i64, r: &StepReport, place: &StepPlace) -> Result<()> {
     t.prepare_cached(
-        "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
     )?
     .execute(params![
         seq,
@@ -125,6 +125,7 @@ fn write_step(t: &Transaction<'_>, seq: i64, unix_ms: i64, r: &StepReport, place
         r.counters.map(|c| to_db(c.allocations)),
         r.cache.as_ref().map(serde_json::to_string).transpose()?,
         r.copies.as_ref().map(serde_json::to_string).transpose()?,
+        r.memory.pinned.as_ref().map(serde_json::to_string).transpose()?,
     ])?;
     let mut phases =
         t.prepare_cached("INSERT INTO phases (seq, phase, forward_ms, backward_ms, step_ms) VALUES (?, ?, ?, ?, ?)")?;
@@ -272,6 +273,7 @@ fn step(row: &Row<'_>, seq: i64, parts: &mut StepParts) -> Result<StepReport> {
             now_bytes: from_db(row.get("now_bytes")?),
             peak_bytes: from_db(row.get("peak_bytes")?),
             process_bytes: row.get::<_, Option<i64>>("process_bytes")?.map(from_db),
+            pinned: json(row, "pinned")?,
         },
         counters: counters(row)?,
         cache: json(row, "cache")?,

@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::session::event::{Outcome, RunInfo};
 use crate::session::run_view::{RunState, RunView};
-use crate::tensor::cuda::CounterValues;
+use crate::tensor::cuda::{CounterValues, PinnedBytes};
 use crate::tensor::memory::{CategoryBytes, MemoryCategory, MemoryReport};
 use crate::tensor::phase::{LaneKind, Pass, Phase, PhaseTime, Span};
 use crate::train::report::{EvalReport, StepReport};
@@ -41,12 +41,15 @@ fn span() -> impl Strategy<Value = Span> {
 fn memory() -> impl Strategy<Value = MemoryReport> {
     let category = (prop::sample::select(MemoryCategory::ALL.to_vec()), any::<u64>(), any::<u64>())
         .prop_map(|(category, now_bytes, peak_bytes)| CategoryBytes { category, now_bytes, peak_bytes });
-    (prop::collection::vec(category, 0..9), any::<u64>(), any::<u64>(), prop::option::of(any::<u64>())).prop_map(
-        |(categories, now_bytes, peak_bytes, process_bytes)| MemoryReport {
+    let pinned = prop::option::of((any::<u64>(), any::<u64>()).prop_map(|(now, peak)| PinnedBytes { now, peak }));
+    let process_bytes = prop::option::of(any::<u64>());
+    (prop::collection::vec(category, 0..9), any::<u64>(), any::<u64>(), process_bytes, pinned).prop_map(
+        |(categories, now_bytes, peak_bytes, process_bytes, pinned)| MemoryReport {
             categories,
             now_bytes,
             peak_bytes,
             process_bytes,
+            pinned,
         },
     )
 }
@@ -280,7 +283,12 @@ fn a_store_of_the_version_before_is_read_without_what_it_lacks() {
     let folder = tempfile::tempdir().unwrap();
     write_all(folder.path(), &[plain_step(1, 2.0, Vec::new())]);
     let connection = Connection::open(folder.path().join(STORE_FILE)).unwrap();
-    connection.execute_batch("ALTER TABLE steps DROP COLUMN cache; ALTER TABLE steps DROP COLUMN copies;").unwrap();
+    connection
+        .execute_batch(
+            "ALTER TABLE steps DROP COLUMN cache; ALTER TABLE steps DROP COLUMN copies; \
+         ALTER TABLE steps DROP COLUMN pinned;",
+        )
+        .unwrap();
     connection.pragma_update(None, "user_version", 2).unwrap();
     drop(connection);
     assert_eq!(read(folder.path()).unwrap(), [plain_step(1, 2.0, Vec::new())]);
@@ -297,7 +305,7 @@ fn a_store_is_never_written_over_and_foreign_files_are_refused() {
     connection.pragma_update(None, "user_version", 7).unwrap();
     drop(connection);
     let message = read(folder.path()).unwrap_err().to_string();
-    assert!(message.ends_with("has version 7; this Tandem reads versions 2 to 3"), "{message}");
+    assert!(message.ends_with("has version 7; this Tandem reads versions 2 to 4"), "{message}");
     std::fs::write(&path, "not a database at all, only text").unwrap();
     assert!(read(folder.path()).is_err());
 }

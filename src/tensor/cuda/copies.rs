@@ -46,7 +46,7 @@ pub(super) fn empty_copy() -> CUDA_MEMCPY2D {
     }
 }
 
-fn bytes_of<T: Copy>(values: &[T]) -> &[u8] {
+pub(super) fn bytes_of<T: Copy>(values: &[T]) -> &[u8] {
     // SAFETY: callers pass numbers, whose bytes are all initialized; the slice covers exactly their memory.
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
 }

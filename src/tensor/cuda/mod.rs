@@ -14,6 +14,7 @@ mod copies;
 mod driver;
 pub mod graph;
 pub mod images;
+mod mapped;
 pub mod offload;
 mod pass;
 mod pinned;
@@ -38,6 +39,7 @@ pub use copies::Pitched;
 use driver::Driver;
 use graph::Capture;
 pub use graph::Graph;
+use mapped::{MappedPart, MappedPool};
 pub use pass::{HeldPass, PassMemory, PassScope};
 pub use pinned::PinnedBytes;
 use pinned::{PinnedBuffer, PinnedSource};
@@ -60,6 +62,7 @@ struct Inner {
     /// Most bytes that may be in use on the card, by everybody.
     limit_bytes: u64,
     pinned: PinnedSource,
+    mapped: MappedPool,
     /// Memory of what lasts, and of the pass that runs.
     arenas: [Arena; 2],
     /// Whether a pass runs: it takes its memory from the second arena.
@@ -152,12 +155,20 @@ impl Launch {
 /// Blocks of a grid in each direction, on every card.
 const MAX_GRID: [u32; 3] = [i32::MAX as u32, 65_535, 65_535];
 
-/// Device memory of a tensor: given back to the arena when dropped.
+/// Memory of a tensor that kernels reach: the device's, given back to the arena when dropped, or the host's.
 pub struct CudaBuffer {
-    block: Option<Block>,
+    owned: Owned,
     pointer: u64,
     bytes: usize,
     device: CudaDevice,
+}
+
+/// What a buffer gives back.
+enum Owned {
+    /// Nothing: it has another's memory, or none.
+    Nothing,
+    Arena(Block),
+    Host(MappedPart),
 }
 
 impl std::fmt::Debug for CudaBuffer {
@@ -180,7 +191,7 @@ impl CudaBuffer {
 
 impl Drop for CudaBuffer {
     fn drop(&mut self) {
-        if let Some(block) = self.block.take() {
+        if let Owned::Arena(block) = self.owned {
             // Reuse is ordered by the one compute stream that all work runs on.
             self.device.arena(block.pool()).free(block);
         }
@@ -237,6 +248,7 @@ impl CudaDevice {
                 bytes_before,
                 limit_bytes,
                 pinned,
+                mapped: MappedPool::default(),
                 arenas,
                 in_pass: AtomicBool::new(false),
                 capture: Mutex::default(),
@@ -295,6 +307,11 @@ impl CudaDevice {
     /// Page-locked host memory of the engine.
     pub fn pinned_bytes(&self) -> PinnedBytes {
         self.inner.pinned.bytes()
+    }
+
+    /// Lets the peak of [`Self::pinned_bytes`] start anew from what is locked now.
+    pub fn reset_pinned_peak(&self) {
+        self.inner.pinned.reset_peak();
     }
 
     /// Memory accounting.
@@ -383,7 +400,7 @@ impl CudaDevice {
 
     /// Memory for `bytes` bytes. On failure the device is latched with [`OutOfMemory`] and the buffer's address is 0.
     pub fn alloc(&self, category: MemoryCategory, bytes: usize) -> CudaBuffer {
-        let empty = |device: &Self| CudaBuffer { block: None, pointer: 0, bytes, device: device.clone() };
+        let empty = |device: &Self| CudaBuffer { owned: Owned::Nothing, pointer: 0, bytes, device: device.clone() };
         if bytes == 0 || self.has_failed() {
             return empty(self);
         }
@@ -424,11 +441,11 @@ impl CudaDevice {
 
     /// A second buffer over memory that it does not own: who has it keeps the memory.
     pub(super) fn alias(&self, buffer: &CudaBuffer) -> CudaBuffer {
-        CudaBuffer { block: None, pointer: buffer.pointer, bytes: buffer.bytes, device: self.clone() }
+        CudaBuffer { owned: Owned::Nothing, pointer: buffer.pointer, bytes: buffer.bytes, device: self.clone() }
     }
 
     fn buffer(&self, block: Block, bytes: usize) -> CudaBuffer {
-        CudaBuffer { pointer: block.pointer(), block: Some(block), bytes, device: self.clone() }
+        CudaBuffer { pointer: block.pointer(), owned: Owned::Arena(block), bytes, device: self.clone() }
     }
 
     /// Launches kernel `name` on the compute stream with its arguments in order ([`kernel_args`](crate::kernel_args) makes them).

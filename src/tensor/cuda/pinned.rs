@@ -5,12 +5,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::sys::CUevent_flags;
 use cudarc::driver::{CudaContext, CudaEvent, DriverError, result};
+use serde::{Deserialize, Serialize};
 
 use super::CudaDevice;
 use super::driver::Driver;
 
 /// Page-locked host memory of a device, in bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct PinnedBytes {
     /// Locked now.
     pub now: u64,
@@ -44,6 +45,11 @@ impl PinnedSource {
     pub(super) fn bytes(&self) -> PinnedBytes {
         let Counted { now, peak } = &*self.counted;
         PinnedBytes { now: now.load(Ordering::Relaxed), peak: peak.load(Ordering::Relaxed) }
+    }
+
+    pub(super) fn reset_peak(&self) {
+        let Counted { now, peak } = &*self.counted;
+        peak.store(now.load(Ordering::Relaxed), Ordering::Relaxed);
     }
 }
 

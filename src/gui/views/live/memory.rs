@@ -49,8 +49,11 @@ pub fn show(
     });
 }
 
-/// Host memory in which offloaded activations wait: page-locked where a GPU copies.
+/// Page-locked host memory; of the CPU, that in which offloaded activations wait. Old runs say only the latter of a GPU, too.
 fn host_copies(report: &StepReport) -> Option<(&'static str, u64)> {
+    if let Some(pinned) = report.memory.pinned {
+        return Some(("pinned", pinned.now));
+    }
     let bytes = report.copies.as_ref()?.host_bytes;
     Some((if report.counters.is_some() { "pinned" } else { "host copies" }, bytes))
 }

@@ -81,7 +81,9 @@ impl Switchboard {
             }
             let height = if compact { 31.0 } else { 37.0 };
             let area = ui.max_rect().translate(vec2(0.0, -4.0));
-            for (i, choice) in view.choices.iter().enumerate() {
+            // What lies where is told by the memory tile and the log.
+            let switches = view.choices.iter().filter(|choice| Optimization::ALL.contains(&choice.optimization));
+            for (i, choice) in switches.enumerate() {
                 let top = area.top() + i as f32 * height;
                 let row = Rect::from_min_size(pos2(area.left(), top), vec2(area.width(), height));
                 let before = self.pending_of(choice);
