@@ -3,11 +3,11 @@
 mod host_memory;
 mod plan;
 mod qlora;
+mod tiles;
 
 use serde_json::json;
 use tandem::base::error::{OutOfMemory, Result};
 use tandem::base::rng::{Philox, unit_f32};
-use tandem::data::pack::PackedBatch;
 use tandem::model::config::ModelConfig;
 use tandem::model::metadata::MetadataPolicy;
 use tandem::model::policy::Metadata;
@@ -19,7 +19,7 @@ use tandem::train::report::{Optimization, StepReport};
 use tandem::train::switches::Switches;
 use tandem::train::trainer::{Trainer, TrainerSetup, lora_spec};
 
-use super::golden_family::{BF16_ROUNDING, Family, NEVER, packed};
+use super::golden_family::{Family, NEVER, packed};
 use super::{gpu, pack_of};
 
 /// Offload without the guardrails that a tiny model would not pass.
@@ -96,64 +96,6 @@ fn no_switch_changes_a_bit_of_twenty_steps() {
                         }
                     }
                 }
-            }
-        }
-    }
-}
-
-#[test]
-fn an_mlp_in_tiles_gives_the_same_bits_recorded_or_not_offloaded_or_not() {
-    let Some(device) = gpu() else { return };
-    for family in Family::all() {
-        for mlp_rows in [7, 24] {
-            let mut reference = None;
-            for (activations, buffers) in
-                [(Activations::Recompute, 0), (Activations::Offload, 1), (Activations::Offload, 2)]
-            {
-                for cuda_graphs in [false, true] {
-                    let memory = MemoryPolicy { mlp_rows, ..MemoryPolicy::default() };
-                    let offload = offload(buffers);
-                    let switches = Switches { activations, offload, memory, cuda_graphs, ..Switches::default() };
-                    let (trainer, reports) = run(&family, &device, switches, Faults::default(), 8);
-                    let got = bits(&reports);
-                    let what = format!("{}: {switches:?}", family.name);
-                    assert_eq!(&got, reference.get_or_insert_with(|| got.clone()), "{what}");
-                    assert_eq!(trainer.unrecorded(), None, "{what}");
-                    let counters = reports.last().unwrap().counters.unwrap();
-                    assert_eq!((counters.host_syncs, counters.allocations), (0, 0), "{what}");
-                    assert!(why(&trainer, Optimization::MlpTiles).contains(": on ("), "{what}");
-                }
-            }
-        }
-    }
-}
-
-#[test]
-fn joined_packs_give_the_bits_of_one_pack() {
-    let Some(device) = gpu() else { return };
-    for family in Family::all() {
-        let (packs, whole) = (family.documents(), family.batch());
-        assert_eq!(PackedBatch::joined(&packs), whole, "{}", family.name);
-        let run = |packs: &[PackedBatch], pass_tokens| {
-            let memory = MemoryPolicy { pass_tokens, ..MemoryPolicy::default() };
-            let mut trainer = family.lora_trainer(&device, Activations::Recompute);
-            trainer.set_switches(Switches { memory, ..trainer.switches() });
-            let reports: Vec<StepReport> =
-                (0..6).map(|_| trainer.step_and_wait(packs, 0.0, &NEVER).unwrap().unwrap()).collect();
-            assert_eq!(trainer.unrecorded(), None, "{}", family.name);
-            reports
-        };
-        let one = run(std::slice::from_ref(&whole), 0);
-        let joined = run(&packs, whole.total_tokens());
-        assert_eq!(bits(&joined), bits(&one), "{}", family.name);
-        // In several passes sums come in another order, and batches have other sizes.
-        for pass_tokens in [0, whole.total_tokens() / 2] {
-            // The first step, before rounding moved an adapter.
-            for (apart, one) in run(&packs, pass_tokens).iter().zip(&one).take(1) {
-                assert_eq!(apart.total_tokens, one.total_tokens);
-                assert_eq!(apart.num_label_tokens, one.num_label_tokens);
-                let error = (apart.loss - one.loss).abs() / one.loss;
-                assert!(error < BF16_ROUNDING, "{}, passes of {pass_tokens}: {error:.2e}", family.name);
             }
         }
     }
