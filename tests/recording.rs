@@ -15,7 +15,8 @@ use tandem::tensor::cuda::{DeviceFacts, Pool, RecordingFacts};
 use tandem::tensor::{Device, Gpu, MemoryCategory};
 use tandem::train::batch::bucket;
 use tandem::train::config::{
-    Activations, AttentionPath, MemoryPolicy, MethodConfig, MethodKind, OffloadPolicy, OptimizerConfig, Placement,
+    Activations, AttentionPath, MemoryPolicy, Metadata, MetadataPolicy, MethodConfig, MethodKind, OffloadPolicy,
+    OptimizerConfig, Placement,
 };
 use tandem::train::report::Optimization;
 use tandem::train::switches::Switches;
@@ -330,4 +331,59 @@ fn what_lies_where_can_change_between_steps() {
     let back = (device.memory().now_bytes, gpu(&device).pinned_bytes().now);
     assert_eq!(back.0, on_device.0);
     assert!(back.1 - on_device.1 <= 4 << 20, "one slab at most waits for what comes next");
+}
+
+/// Two blocks of Llama 3 8B's sizes, and a head that takes little.
+const LLAMA_8B_SLICE: &str = r#"{
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2, "vocab_size": 1024,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5
+}"#;
+
+#[test]
+fn a_document_of_two_hundred_thousand_tokens_launches_only_what_a_gpu_launches() {
+    let tokens = 200_000;
+    let lora = |r, lora_dropout| MethodConfig { r, lora_dropout, ..MethodConfig::default() };
+    let full = MethodConfig { kind: MethodKind::Full, ..MethodConfig::default() };
+    for vendor_library in [true, false] {
+        for (method, mlp_rows) in [(lora(32, 0.0), 0), (lora(32, 0.0), 4096), (lora(40, 0.1), 0), (full.clone(), 0)] {
+            for attention in [AttentionPath::Varlen, AttentionPath::Masked] {
+                let device = Device::recording(RecordingFacts {
+                    host_bytes: Some(1 << 40),
+                    ..RecordingFacts::unbounded(DeviceFacts::assumed(24 << 30), vendor_library)
+                });
+                let metadata = MetadataPolicy { metadata: Metadata::Published, capacity: 0 };
+                let memory = MemoryPolicy { mlp_rows, ..MemoryPolicy::default() };
+                let switches = Switches { attention, metadata, memory, ..switches(Activations::Recompute) };
+                let mut trainer = trainer(&device, LLAMA_8B_SLICE, method.clone(), switches);
+                // A launch that no GPU takes would be the step's error.
+                steps(&mut trainer, &[pack(&[tokens])], 1);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_long_document_holds_what_a_block_says_it_holds() {
+    let tokens = 65_536;
+    let unit = (2 * tokens * 4096) as u64;
+    let held = |mlp_rows, qk_norm: bool| {
+        let device = Device::recording(facts());
+        let config = LLAMA_8B_SLICE.replace("\"llama\"", if qk_norm { "\"qwen3\"" } else { "\"llama\"" });
+        let memory = MemoryPolicy { mlp_rows, ..MemoryPolicy::default() };
+        let offload = OffloadPolicy { buffers: 1, force: true, ..OffloadPolicy::default() };
+        let switches = Switches { memory, offload, ..switches(Activations::Offload) };
+        let method = MethodConfig { r: 8, ..MethodConfig::default() };
+        steps(&mut trainer(&device, &config, method, switches), &[pack(&[tokens])], 2);
+        let at_peak = gpu(&device).ledger().at_peak().unwrap();
+        let of_passes = |category| matches!(category, MemoryCategory::Activations | MemoryCategory::Workspace);
+        let bytes: u64 = at_peak.into_iter().filter(|(category, _)| of_passes(*category)).map(|(_, bytes)| bytes).sum();
+        bytes as f64 / unit as f64
+    };
+    // Beside what is counted there: statistics of rows, columns of adapters, and what a product needs.
+    for (qk_norm, counted) in [(false, 7.0), (true, 8.25)] {
+        let tiled = held(1024, qk_norm);
+        assert!((counted..counted + 0.4).contains(&tiled), "{tiled} units, {counted} are counted");
+        let whole = held(0, qk_norm);
+        assert!(whole > tiled + 5.0, "{whole} units without tiles, {tiled} with them");
+    }
 }

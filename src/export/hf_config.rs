@@ -3,7 +3,7 @@
 use std::f64::consts::PI;
 
 use anyhow::{Context as _, bail, ensure};
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
 use crate::base::error::Result;
 use crate::formats::safetensors::Dtype;
@@ -51,23 +51,25 @@ pub fn with_dtype(text: &str, dtype: Dtype) -> Result<String> {
 /// As [`with_dtype`].
 pub fn with_nf4(text: &str, dtype: Dtype, double: bool) -> Result<String> {
     let mut value: Value = serde_json::from_str(&with_dtype(text, dtype)?)?;
-    let quantization = json!({
-        "_load_in_4bit": true,
-        "_load_in_8bit": false,
-        "bnb_4bit_compute_dtype": torch_name(dtype)?,
-        "bnb_4bit_quant_storage": "uint8",
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": double,
-        "llm_int8_enable_fp32_cpu_offload": false,
-        "llm_int8_has_fp16_weight": false,
-        "llm_int8_skip_modules": null,
-        "llm_int8_threshold": 6.0,
-        "load_in_4bit": true,
-        "load_in_8bit": false,
-        "quant_method": "bitsandbytes",
-    });
+    let quantization: [(&str, Value); 13] = [
+        ("_load_in_4bit", true.into()),
+        ("_load_in_8bit", false.into()),
+        ("bnb_4bit_compute_dtype", torch_name(dtype)?.into()),
+        ("bnb_4bit_quant_storage", "uint8".into()),
+        ("bnb_4bit_quant_type", "nf4".into()),
+        ("bnb_4bit_use_double_quant", double.into()),
+        ("llm_int8_enable_fp32_cpu_offload", false.into()),
+        ("llm_int8_has_fp16_weight", false.into()),
+        ("llm_int8_skip_modules", Value::Null),
+        ("llm_int8_threshold", 6.0.into()),
+        ("load_in_4bit", true.into()),
+        ("load_in_8bit", false.into()),
+        ("quant_method", "bitsandbytes".into()),
+    ];
+    let quantization: Map<String, Value> =
+        quantization.into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
     let object = value.as_object_mut().context("it is JSON, but not an object")?;
-    object.insert("quantization_config".to_owned(), quantization);
+    object.insert("quantization_config".to_owned(), quantization.into());
     Ok(serde_json::to_string_pretty(&value)? + "\n")
 }
 

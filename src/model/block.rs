@@ -41,8 +41,8 @@ pub struct Block {
 #[derive(Debug)]
 pub struct BlockSaved {
     attn: AttentionSaved,
-    /// `rstd` of the norm before attention.
-    rstd: Tensor,
+    /// `rstd` of the norm before attention, where what that norm made is kept as well.
+    rstd: Option<Tensor>,
     /// Residual stream between attention and MLP.
     middle: Tensor,
     mlp: SavedOrAgain,
@@ -144,18 +144,18 @@ impl Block {
         BlockSaved { attn, rstd, middle, mlp: SavedOrAgain::Again(keep) }
     }
 
-    /// The attention's part: what it keeps, `rstd` of its norm, and the residual stream behind it.
+    /// The attention's part: what it keeps, `rstd` of its norm where that goes with it, and the residual stream behind it.
     fn attend(
         &self,
         ctx: &Context<'_>,
         sequences: Sequences<'_>,
         x: &Tensor,
         keep: Keep,
-    ) -> (AttentionSaved, Tensor, Tensor) {
+    ) -> (AttentionSaved, Option<Tensor>, Tensor) {
         let _phase = ctx.device.clock().enter(Phase::Attention, Pass::Forward, Some(self.index));
         let Normed { h, rstd } = normed(ctx, &self.input_layernorm, &self.self_attn.qkv_proj, x.view());
         let (attn, middle) = self.self_attn.forward(ctx, sequences, h, x, keep);
-        (attn, rstd, middle)
+        (attn, (keep == Keep::Inputs).then_some(rstd), middle)
     }
 
     /// The MLP's part over the rows of `middle` [rows, hidden].
@@ -223,9 +223,15 @@ impl Block {
 
         let _phase = ctx.device.clock().enter(Phase::Attention, Pass::Backward, Some(self.index));
         let norm = &self.input_layernorm;
-        let h = || normed(ctx, norm, &self.self_attn.qkv_proj, x.view()).h;
+        let made_again = OnceCell::new();
+        let h = || {
+            let Normed { h, rstd } = normed(ctx, norm, &self.self_attn.qkv_proj, x.view());
+            made_again.get_or_init(|| rstd);
+            h
+        };
         let need_dh = need_dx || ctx.params.is_trainable(norm.weight);
-        if let Some(dh) = self.self_attn.backward(ctx, grads, sequences, attn, h, dx, need_dh) {
+        let dh = self.self_attn.backward(ctx, grads, sequences, attn, h, dx, need_dh);
+        if let Some((dh, rstd)) = dh.zip(rstd.or_else(|| made_again.into_inner())) {
             norm.backward(ctx, grads, x, &rstd, &dh, true, dx.first_columns_mut(x.cols()));
         }
     }

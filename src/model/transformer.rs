@@ -402,8 +402,8 @@ impl Transformer {
                 Input::Here(x) => x,
                 Input::Away => travel.as_mut()?.arrive(block.index as usize)?,
             };
-            // What is computed again reads the same matrices as the backward pass after it.
-            let _held = saved.is_none().then(|| block.hold(ctx));
+            // What is computed again reads the same matrices as the backward pass after it: worth keeping where memory is not short.
+            let _held = (saved.is_none() && !short).then(|| block.hold(ctx));
             let (saved, metadata) = saved.unwrap_or_else(|| {
                 let metadata = metadata(block, Pass::Backward);
                 let _phase = self.device.clock().enter(Phase::Recompute, Pass::Backward, Some(block.index));

@@ -152,6 +152,9 @@ impl Launch {
     }
 }
 
+/// Blocks of a grid in each direction, on every card.
+const MAX_GRID: [u32; 3] = [i32::MAX as u32, 65_535, 65_535];
+
 /// Memory of a tensor that kernels reach: the device's, given back to the arena when dropped, or the host's.
 pub struct CudaBuffer {
     owned: Owned,
@@ -461,6 +464,10 @@ impl CudaDevice {
     fn launch_raw(&self, name: &str, launch: Launch, args: &mut [*mut c_void]) {
         if self.has_failed() || launch.grid.contains(&0) {
             return;
+        }
+        let [x, y, z] = launch.grid;
+        if x > MAX_GRID[0] || y > MAX_GRID[1] || z > MAX_GRID[2] {
+            return self.latch(anyhow!("{name} would need a grid of {x}×{y}×{z} blocks: more than a GPU launches"));
         }
         self.count_launch();
         if let Some(Err(error)) = self.driver().map(|driver| driver.launch(name, launch, args)) {

@@ -52,7 +52,7 @@ impl Planner {
     /// The ways that the configuration leaves open.
     pub(super) fn ways(&self) -> Vec<Switches> {
         let passes = self.passes();
-        let mut every: Vec<(fn(&mut Switches), usize, fn(&mut MemoryPolicy))> = Vec::new();
+        let mut every = Vec::new();
         for places in [&PLACES[..], &LAST_PLACES] {
             for kept in KEPT {
                 for &pass_tokens in &passes {
