@@ -356,6 +356,40 @@ fn a_missing_gpu_is_an_error_when_it_was_asked_for_and_a_note_otherwise() {
 }
 
 #[test]
+fn an_estimate_says_what_a_run_takes_and_whether_it_fits() {
+    let place = Place::new();
+    let shape = ["estimate", "--model", "qwen3-0.6b", "--pack", "2048", "--vram-gib", "8"];
+    let output = place.tandem(&shape);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let table = text(&output.stdout);
+    for words in ["qwen3-0.6b", "one pack a step", "fits:", "because", "weights", "device memory in all", "8.00 GiB"] {
+        assert!(table.contains(words), "{words}: {table}");
+    }
+    let output = place.tandem(&[&shape[..], &["--json", "--document", "512"]].concat());
+    let plan: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&plan["plan"]["work"]["tokens"], &plan["plan"]["work"]["longest"]), (&2048.into(), &512.into()));
+    let need = &plan["plan"]["tried"][0]["need"];
+    let parts = need["parts"].as_array().unwrap().iter().map(|part| part["bytes"].as_u64().unwrap());
+    assert_eq!(parts.sum::<u64>(), need["peak_bytes"].as_u64().unwrap());
+    let output =
+        place.tandem(&["estimate", "--model", "qwen3-8b", "--method", "full", "--pack", "2048", "--vram-gib", "12"]);
+    let table = text(&output.stdout);
+    assert!(table.contains("does not fit") && table.contains("to make it fit"), "{table}");
+
+    // A run's own data say how long its packs are.
+    let run = ["estimate", "run.toml", "--device", "auto", "--vram-gib", "8"];
+    let output = place.tandem(&[&run[..], &["--json"]].concat());
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let plan: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let longest = plan["plan"]["work"]["longest"].as_u64().unwrap();
+    assert!((2..128).contains(&longest), "{plan}");
+    let error = place.error(&["estimate", "run.toml"]);
+    assert!(error.contains("trains on the CPU"), "{error}");
+    let error = place.error(&[&run[..], &["--document", "64"]].concat());
+    assert!(error.contains("--document is for known shapes"), "{error}");
+}
+
+#[test]
 fn bad_data_is_explained_before_training() {
     let place = Place::new();
     let path = place.path().join("bad.jsonl");

@@ -44,9 +44,9 @@ fn pack(lengths: &[usize]) -> PackedBatch {
 
 fn trainer(device: &Device, config: &str, method: MethodConfig, switches: Switches) -> Trainer {
     let config = ModelConfig::from_hf_json(config).unwrap();
-    let model =
-        Transformer::random(&config, device, Form { lora: lora_spec(&method).as_ref(), ..Form::default() }, 1).unwrap();
+    let lora = lora_spec(&method);
     let setup = TrainerSetup { method, optimizer: OptimizerConfig::default(), switches, seed: 1, total_steps: 10 };
+    let model = Transformer::random(&config, device, setup.form(lora.as_ref()), 1).unwrap();
     Trainer::new(model, setup).unwrap()
 }
 

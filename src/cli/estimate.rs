@@ -83,8 +83,12 @@ fn print_need(out: &mut impl io::Write, plan: &MemoryPlan, need: &Need) -> io::R
     let driver =
         if plan.before_is_measured { "in use before, by the driver and others" } else { "the driver (assumed)" };
     row(driver, need.before_bytes)?;
+    row("kernels of the matrix library (assumed)", need.library_bytes)?;
     row("device memory in all", need.vram_bytes())?;
     row("may be used", plan.vram_bytes)?;
-    row("host memory, page-locked", need.pinned_bytes)?;
-    row("host memory in all", need.host_bytes)
+    for part in &need.host {
+        row(&format!("host memory: {}", part.what), part.bytes)?;
+    }
+    row("host memory in all", need.host_bytes)?;
+    row("page-locked of it", need.pinned_bytes)
 }

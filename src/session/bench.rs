@@ -84,7 +84,7 @@ impl BenchOptions {
     }
 
     /// Lengths of the documents of a step.
-    fn lengths(&self) -> Vec<usize> {
+    pub(super) fn lengths(&self) -> Vec<usize> {
         if self.one_document {
             return vec![self.pack; self.tokens / self.pack];
         }
@@ -231,10 +231,9 @@ impl Bench {
         let method = MethodConfig { kind: method, r, ..MethodConfig::default() };
         let optimizer = OptimizerConfig { schedule: ScheduleKind::Constant, bits, ..OptimizerConfig::default() };
         let mut setup = TrainerSetup { method, optimizer, switches, seed: 1, total_steps: 1 };
-        let lengths = options.lengths();
         let plan = match &self.device {
             Device::Cpu(_) => None,
-            Device::Cuda(gpu) => Some((bench_plan::plan(options, &lengths, &config, &setup, gpu), gpu.clone())),
+            Device::Cuda(gpu) => Some((bench_plan::plan(options, &config, &setup, gpu), gpu.clone())),
         };
         if let Some((plan, _)) = plan.as_ref().filter(|_| options.activations == ActivationsChoice::Auto) {
             setup.switches = plan.choice().switches;

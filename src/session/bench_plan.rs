@@ -6,7 +6,7 @@ use super::bench::BenchOptions;
 use crate::model::config::ModelConfig;
 use crate::tensor::cuda::Pool;
 use crate::tensor::{Device, Gpu};
-use crate::train::config::ActivationsChoice;
+use crate::train::config::{ActivationsChoice, MemoryConfig};
 use crate::train::plan::{Machine, MemoryPlan, Need, Planner, Workload};
 use crate::train::trainer::{Trainer, TrainerSetup};
 
@@ -32,18 +32,16 @@ pub struct PlanCheck {
 }
 
 /// Plans a row on a GPU.
-pub(super) fn plan(
-    options: &BenchOptions,
-    lengths: &[usize],
-    config: &ModelConfig,
-    setup: &TrainerSetup,
-    gpu: &Gpu,
-) -> MemoryPlan {
-    let longest = lengths.iter().copied().max().unwrap_or(options.pack);
+pub(super) fn plan(options: &BenchOptions, config: &ModelConfig, setup: &TrainerSetup, gpu: &Gpu) -> MemoryPlan {
+    let longest = options.lengths().into_iter().max().unwrap_or(options.pack);
     Planner {
         config: config.clone(),
         setup: TrainerSetup { switches: options.switches, ..setup.clone() },
         activations: options.activations,
+        memory: match options.activations {
+            ActivationsChoice::Auto => MemoryConfig::default(),
+            _ => MemoryConfig::fixed(options.switches.memory),
+        },
         work: Workload { tokens: options.pack, longest, batches: options.tokens / options.pack },
         machine: Machine::of(gpu),
     }

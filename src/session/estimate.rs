@@ -17,8 +17,8 @@ use crate::model::config::ModelConfig;
 use crate::model::loading::Checkpoint;
 use crate::tensor::Device;
 use crate::train::config::DeviceChoice;
+pub use crate::train::plan::{HostPart, MemoryPlan, Need, Part, Tried, Workload};
 use crate::train::plan::{Machine, Planner};
-pub use crate::train::plan::{MemoryPlan, Need, Part, Tried, Workload};
 use crate::train::switches::Switches;
 use crate::train::trainer::TrainerSetup;
 
@@ -118,6 +118,7 @@ pub fn planner(config: &RunConfig, model: &ModelConfig, work: Workload, machine:
             total_steps,
         },
         activations: config.train.activations,
+        memory: config.memory.clone(),
         work,
         machine,
     }

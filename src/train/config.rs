@@ -312,6 +312,22 @@ pub struct MemoryConfig {
 }
 
 impl MemoryConfig {
+    /// What asks for `policy` and leaves nothing to Tandem.
+    pub fn fixed(policy: MemoryPolicy) -> Self {
+        let place = |place| match place {
+            Placement::Device => PlacementChoice::Device,
+            Placement::Host => PlacementChoice::Host,
+        };
+        Self {
+            embedding: place(policy.embedding),
+            optimizer_state: place(policy.optimizer_state),
+            dequantized: match policy.dequantized {
+                Dequantized::Scratch => DequantizedChoice::Scratch,
+                Dequantized::Resident => DequantizedChoice::Resident,
+            },
+        }
+    }
+
     /// The engine's word for it.
     pub fn policy(&self) -> MemoryPolicy {
         MemoryPolicy {

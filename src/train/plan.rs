@@ -5,14 +5,16 @@
 //! driver's context has.
 
 mod search;
+mod ways;
 
 use std::sync::atomic::AtomicBool;
 
 use anyhow::{Context as _, ensure};
 use serde::{Deserialize, Serialize};
+use tracing::subscriber::NoSubscriber;
 
 use super::batch::bucket;
-use super::config::{Activations, ActivationsChoice};
+use super::config::{Activations, ActivationsChoice, MemoryConfig, PlacementChoice};
 use super::switches::Switches;
 use super::trainer::{Trainer, TrainerSetup, lora_spec};
 use crate::base::error::Result;
@@ -28,6 +30,8 @@ use crate::tensor::{Device, Gpu};
 /// What the driver's context takes where no driver can be asked, in bytes: an assumption. It was between 0.3 and 0.6 GB on cards of the last years,
 /// with the kernels and the matrix library's workspace.
 const ASSUMED_CONTEXT: u64 = 480 << 20;
+/// What the driver takes for kernels of the vendor's matrix library when they are first used, in bytes: an assumption, as nobody says it before.
+const ASSUMED_LIBRARY_KERNELS: u64 = 64 << 20;
 /// Recordings of other sizes of packs that a run may keep beside that of the largest.
 const OTHER_RECORDINGS: u64 = 7;
 
@@ -94,6 +98,15 @@ pub struct Part {
     pub bytes: u64,
 }
 
+/// Bytes of host memory for one thing.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HostPart {
+    /// What they are for.
+    pub what: String,
+    /// How many.
+    pub bytes: u64,
+}
+
 /// What steps take.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Need {
@@ -107,16 +120,20 @@ pub struct Need {
     pub pass_bytes: u64,
     /// In use before the first tensor.
     pub before_bytes: u64,
+    /// What kernels of the vendor's matrix library will take, by assumption.
+    pub library_bytes: u64,
     /// Page-locked host memory.
     pub pinned_bytes: u64,
     /// Host memory, page-locked memory included.
     pub host_bytes: u64,
+    /// What host memory holds.
+    pub host: Vec<HostPart>,
 }
 
 impl Need {
     /// Device memory as the driver will count it.
     pub fn vram_bytes(&self) -> u64 {
-        self.before_bytes + self.slab_bytes()
+        self.before_bytes + self.library_bytes + self.slab_bytes()
     }
 
     /// Both slabs.
@@ -196,10 +213,12 @@ impl MemoryPlan {
 pub struct Planner {
     /// The model.
     pub config: ModelConfig,
-    /// How it is trained. What blocks keep is chosen where `activations` is left to Tandem, and so is the number of buffers.
+    /// How it is trained. What of `switches` is left to Tandem (`activations`, `memory`, a number of buffers of 0) is chosen.
     pub setup: TrainerSetup,
     /// What blocks shall keep.
     pub activations: ActivationsChoice,
+    /// Where things shall lie.
+    pub memory: MemoryConfig,
     /// The largest step.
     pub work: Workload,
     /// Where.
@@ -216,7 +235,22 @@ impl Planner {
     }
 
     /// As [`Self::need`], for another step.
-    pub(super) fn need_for(&self, switches: Switches, work: Workload) -> Result<Need> {
+    fn need_for(&self, switches: Switches, work: Workload) -> Result<Need> {
+        // What the engine logs of such a step is no news of a run.
+        tracing::subscriber::with_default(NoSubscriber::new(), || self.record(switches, work))
+    }
+
+    /// Whether things lie where this plan put them.
+    fn check_places(&self, trainer: &Trainer) -> Result<()> {
+        let refused = trainer.model().embedding_refused().filter(|_| self.memory.embedding == PlacementChoice::Auto);
+        ensure!(refused.is_none(), "the embedding's table stays on the device: {}", refused.unwrap_or_default());
+        let refused = trainer.state_place().refused.as_deref();
+        let refused = refused.filter(|_| self.memory.optimizer_state == PlacementChoice::Auto);
+        ensure!(refused.is_none(), "the optimizer's state stays on the device: {}", refused.unwrap_or_default());
+        Ok(())
+    }
+
+    fn record(&self, switches: Switches, work: Workload) -> Result<Need> {
         let Machine { ref card, vendor_library, host_bytes, before_bytes, .. } = self.machine;
         let device =
             Device::recording(RecordingFacts { card: card.clone(), free_bytes: None, host_bytes, vendor_library });
@@ -225,6 +259,7 @@ impl Planner {
         let lora = lora_spec(&setup.method);
         let model = Transformer::random(&self.config, &device, setup.form(lora.as_ref()), 0)?;
         let mut trainer = Trainer::new(model, setup)?;
+        self.check_places(&trainer)?;
         let batch = largest_batch(work)?;
         let batches = vec![batch; work.batches.max(1)];
         let never = AtomicBool::new(false);
@@ -243,6 +278,7 @@ impl Planner {
         let twin_bytes = documents + (bucket(work.tokens) * 2 * size_of::<i32>()) as u64;
         let [lasting, pass] = [Pool::Lasting, Pool::Pass].map(|pool| gpu.arena_bytes(pool).reach);
         let pinned = gpu.pinned_bytes().peak;
+        let host = host_parts(&trainer, pinned, offload.host_bytes);
         let parts = gpu.ledger().at_peak().context("a recording device notes its peak")?;
         Ok(Need {
             peak_bytes: parts.iter().map(|(_, bytes)| bytes).sum(),
@@ -250,10 +286,23 @@ impl Planner {
             lasting_bytes: in_granules(lasting + others * twin_bytes),
             pass_bytes: in_granules(pass),
             before_bytes,
+            library_bytes: if vendor_library { ASSUMED_LIBRARY_KERNELS } else { 0 },
             pinned_bytes: pinned,
-            host_bytes: pinned.max(offload.host_bytes),
+            host_bytes: host.iter().map(|part| part.bytes).sum(),
+            host,
         })
     }
+}
+
+/// Parts of host memory that a step takes.
+fn host_parts(trainer: &Trainer, pinned_bytes: u64, offload_bytes: u64) -> Vec<HostPart> {
+    let embedding = trainer.model().embedding_host_bytes().unwrap_or(0);
+    let state = trainer.state_place().host_bytes;
+    let named = [("activations", offload_bytes), ("embedding", embedding), ("optimizer", state)];
+    let known: u64 = named.iter().map(|(_, bytes)| bytes).sum();
+    let rest = ("copies and results", pinned_bytes.saturating_sub(known));
+    let part = |(what, bytes): (&str, u64)| HostPart { what: what.into(), bytes };
+    named.into_iter().chain([rest]).filter(|(_, bytes)| *bytes > 0).map(part).collect()
 }
 
 /// What the driver gives is a multiple of this many bytes.

@@ -1,9 +1,10 @@
 //! Plans of known models on assumed machines.
 
 use super::*;
-use crate::model::transformer::Form;
 use crate::tensor::cuda::PinnedBytes;
-use crate::train::config::{MethodConfig, MethodKind, OptimizerConfig};
+use crate::train::config::{
+    Dequantized, DequantizedChoice, MemoryPolicy, MethodConfig, MethodKind, OptimizerConfig, Placement, PlacementChoice,
+};
 
 const LLAMA_1B: &str = include_str!("../../assets/models/llama-3.2-1b.json");
 const QWEN3_8B: &str = include_str!("../../assets/models/qwen3-8b.json");
@@ -22,6 +23,7 @@ fn planner(config: &str, tokens: usize, vram_bytes: u64) -> Planner {
         config: ModelConfig::from_hf_json(config).unwrap(),
         setup,
         activations: ActivationsChoice::Auto,
+        memory: MemoryConfig { optimizer_state: PlacementChoice::Device, ..MemoryConfig::default() },
         work: Workload { tokens, longest: tokens, batches: 1 },
         machine: Machine { host_bytes: Some(64 * GIB), ..Machine::assumed(vram_bytes, true) },
     }
@@ -37,7 +39,7 @@ fn the_first_way_that_fits_is_chosen_and_the_ways_get_leaner() {
     let needs: Vec<u64> = {
         let plan = planner(LLAMA_1B, 8192, 1000 * GIB).plan();
         assert_eq!((plan.chosen, kept(&plan).0), (0, Activations::Keep), "with room for all nothing is computed again");
-        assert!(plan.why.contains("are needed") && plan.advice.is_empty(), "{}", plan.why);
+        assert!(plan.why.contains("this takes") && plan.advice.is_empty(), "{}", plan.why);
         plan.tried.iter().map(|tried| tried.need.as_ref().unwrap().vram_bytes()).collect()
     };
     assert!(needs.is_sorted_by(|a, b| a > b), "{needs:?}");
@@ -60,10 +62,42 @@ fn parts_add_up_to_the_peak_and_slabs_hold_it() {
         let need = tried.need.unwrap();
         assert_eq!(need.parts.iter().map(|part| part.bytes).sum::<u64>(), need.peak_bytes);
         assert!(need.slab_bytes() >= need.peak_bytes && need.gap_bytes() < need.peak_bytes / 10, "{need:?}");
-        assert_eq!(need.vram_bytes(), need.slab_bytes() + ASSUMED_CONTEXT);
+        assert_eq!(need.vram_bytes(), need.slab_bytes() + ASSUMED_CONTEXT + ASSUMED_LIBRARY_KERNELS);
         let inputs = if tried.switches.activations == Activations::Offload { 15 * 4096 * 2048 * 2 } else { 0 };
         assert!((inputs..inputs + (9 << 20)).contains(&need.pinned_bytes), "{}", need.pinned_bytes);
     }
+}
+
+#[test]
+fn host_memory_takes_what_is_read_in_rows_before_blocks_keep_less_and_state_at_the_end() {
+    let mut planner = planner(QWEN3_8B, 2048, 1000 * GIB);
+    planner.setup.method.kind = MethodKind::Qlora;
+    planner.memory = MemoryConfig::default();
+    let plan = planner.plan();
+    let ways: Vec<(Activations, MemoryPolicy)> =
+        plan.tried.iter().map(|tried| (tried.switches.activations, tried.switches.memory)).collect();
+    assert_eq!(ways.len(), 16);
+    let host = MemoryPolicy { embedding: Placement::Host, ..MemoryPolicy::default() };
+    assert_eq!(
+        ways[1..4],
+        [
+            (Activations::Keep, MemoryPolicy::default()),
+            (Activations::Keep, host),
+            (Activations::Recompute, MemoryPolicy { dequantized: Dequantized::Resident, ..MemoryPolicy::default() }),
+        ]
+    );
+    assert!(ways[12..].iter().all(|(_, memory)| memory.optimizer_state == Placement::Host));
+    let need = |number: usize| plan.tried[number].need.as_ref().unwrap();
+    let table = (2 * planner.config.vocab_size * planner.config.hidden_size) as u64;
+    assert_eq!(need(1).peak_bytes - need(2).peak_bytes, table);
+    let held: Vec<&HostPart> = need(2).host.iter().filter(|part| part.what == "embedding").collect();
+    assert!(held.len() == 1 && held[0].bytes == table && need(2).pinned_bytes > table, "{held:?}");
+    assert!(need(12).host.iter().any(|part| part.what == "optimizer" && part.bytes > 300 << 20), "{:?}", need(12).host);
+    assert_eq!(need(12).host.iter().map(|part| part.bytes).sum::<u64>(), need(12).host_bytes);
+    // Where the head multiplies by the table it stays, and what the configuration says stays, too.
+    planner.memory.optimizer_state = PlacementChoice::Device;
+    planner.config = ModelConfig::from_hf_json(LLAMA_1B).unwrap();
+    assert_eq!(planner.plan().tried.len(), 8, "what blocks keep, and whether weights stay dequantized");
 }
 
 #[test]
@@ -106,12 +140,63 @@ fn what_the_configuration_sets_is_kept_and_what_it_closes_is_said() {
 }
 
 #[test]
-fn a_full_fine_tune_that_does_not_fit_is_told_of_adapters() {
+fn a_method_that_does_not_fit_is_told_of_a_leaner_one() {
     let mut planner = planner(LLAMA_1B, 4096, 12 * GIB);
     planner.setup.method = MethodConfig { kind: MethodKind::Full, ..MethodConfig::default() };
     let plan = planner.plan();
     assert!(!plan.fits());
     assert!(plan.advice.iter().any(|text| text.contains("kind = \"lora\"")), "{:?}", plan.advice);
+    // Adapters on bf16 weights are still too much here.
+    planner.config = ModelConfig::from_hf_json(QWEN3_8B).unwrap();
+    let plan = planner.plan();
+    assert!(plan.advice.iter().any(|text| text.contains("kind = \"qlora\"")), "{:?}", plan.advice);
+}
+
+#[test]
+fn weights_stay_dequantized_where_that_fits_before_blocks_keep_less() {
+    let mut planner = planner(LLAMA_1B, 4096, 1000 * GIB);
+    planner.setup.method.kind = MethodKind::Qlora;
+    let plan = planner.plan();
+    let ways: Vec<(Activations, Dequantized)> =
+        plan.tried.iter().map(|tried| (tried.switches.activations, tried.switches.memory.dequantized)).collect();
+    assert_eq!(
+        ways[..3],
+        [
+            (Activations::Keep, Dequantized::Resident),
+            (Activations::Keep, Dequantized::Scratch),
+            (Activations::Recompute, Dequantized::Resident),
+        ]
+    );
+    let need = |number: usize| plan.tried[number].need.as_ref().unwrap().vram_bytes();
+    assert!(need(0) > need(1) + GIB, "{} and {}", need(0), need(1));
+    planner.machine.vram_bytes = need(0) - GIB / 2;
+    let scratch = planner.plan();
+    assert_eq!(scratch.chosen, 1);
+    assert!(scratch.why.contains("faster ways of keeping everything would take"), "{}", scratch.why);
+    assert!(scratch.choice().setting.contains("dequantized = \"scratch\""), "{}", scratch.choice().setting);
+    // What the configuration says is not changed, and it means nothing without weights in 4 bits.
+    planner.memory.dequantized = DequantizedChoice::Scratch;
+    assert!(planner.plan().tried.iter().all(|tried| tried.switches.memory.dequantized == Dequantized::Scratch));
+    planner.memory.dequantized = DequantizedChoice::Auto;
+    planner.setup.method.kind = MethodKind::Lora;
+    assert_eq!(planner.plan().tried.len(), 4);
+}
+
+#[test]
+fn weights_in_four_bits_take_four_bits() {
+    let need = |kind| {
+        let mut planner = planner(QWEN3_8B, 2048, 24 * GIB);
+        planner.setup.method.kind = kind;
+        planner.need(Switches::default()).unwrap()
+    };
+    let weights = |need: &Need| need.parts.iter().find(|part| part.category == MemoryCategory::Weights).unwrap().bytes;
+    let (plain, packed) = (weights(&need(MethodKind::Lora)), weights(&need(MethodKind::Qlora)));
+    let config = ModelConfig::from_hf_json(QWEN3_8B).unwrap();
+    let unquantized = 2 * 2 * config.vocab_size * config.hidden_size;
+    let linear = plain as f64 - unquantized as f64;
+    let share = (packed as f64 - unquantized as f64) / linear;
+    // 4 bits of 16, and scales: 8 bits for each 64 values.
+    assert!((0.25..0.27).contains(&share), "{share}: {packed} of {plain}");
 }
 
 #[test]
@@ -140,13 +225,8 @@ fn a_real_device_with_the_slabs_of_the_plan_asks_for_nothing_else() {
     let device = Device::recording(facts);
     let Device::Cuda(gpu) = &device else { panic!("a GPU") };
     plan.reserve(gpu);
-    let model = Transformer::random(
-        &planner.config,
-        &device,
-        Form { lora: lora_spec(&planner.setup.method).as_ref(), ..Form::default() },
-        0,
-    )
-    .unwrap();
+    let (setup, lora) = (&planner.setup, lora_spec(&planner.setup.method));
+    let model = Transformer::random(&planner.config, &device, setup.form(lora.as_ref()), 0).unwrap();
     let mut trainer = Trainer::new(model, planner.setup.clone()).unwrap();
     trainer.follow(&plan);
     let never = AtomicBool::new(false);

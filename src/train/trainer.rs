@@ -10,8 +10,10 @@ use anyhow::{Context as _, ensure};
 
 use self::copies::copy_report;
 use super::batch::{bucket_on, upload};
-use super::config::{Activations, ActivationsChoice, Metadata, MethodConfig, MethodKind, OptimizerConfig, Placement};
-use super::optimizer::{BadGradient, Optimizer};
+use super::config::{
+    Activations, ActivationsChoice, MemoryConfig, Metadata, MethodConfig, MethodKind, OptimizerConfig, Placement,
+};
+use super::optimizer::{BadGradient, Optimizer, StatePlace};
 use super::plan::{Machine, MemoryPlan, Planner, Workload};
 use super::report::{CacheReport, Choice, EvalReport, StepReport};
 use super::schedule::learning_rate;
@@ -220,6 +222,8 @@ impl Trainer {
                     config: self.model.config().clone(),
                     setup: self.setup.clone(),
                     activations: asked,
+                    // The model has its form.
+                    memory: MemoryConfig::fixed(self.setup.switches.memory),
                     work: Workload { tokens, longest: tokens, batches: 1 },
                     machine: Machine::of(gpu),
                 };
@@ -244,6 +248,11 @@ impl Trainer {
             // Page-locking takes time, and what is refused is to be known before the first step.
             self.model.prepare_offload(bucket_on(self.model.device(), tokens));
         }
+    }
+
+    /// Where the optimizer's moments lie.
+    pub fn state_place(&self) -> &StatePlace {
+        self.optimizer.state_place()
     }
 
     /// Which optimizations are on, and why.

@@ -1,6 +1,7 @@
 //! The switches on a GPU: none changes a bit, and what is refused or fails is said.
 
 mod host_memory;
+mod plan;
 mod qlora;
 
 use serde_json::json;

@@ -1,8 +1,9 @@
-//! The search of a memory plan: ways to train in order of speed, the first that fits, and what would make a run fit that does not.
+//! The search of a memory plan: the first way that fits, the reasons, and what would make a run fit that does not.
 
+use super::ways::kept_in_words;
 use super::{MemoryPlan, Need, Planner, Tried, Workload};
 use crate::base::units;
-use crate::train::config::{Activations, ActivationsChoice, MethodConfig, MethodKind};
+use crate::train::config::{ActivationsChoice, MemoryConfig, MethodConfig, MethodKind};
 use crate::train::switches::Switches;
 
 /// Part of the device's memory that is left free: the driver takes some more while a run goes on, for kernels of the matrix library that are new.
@@ -10,50 +11,10 @@ const MARGIN_PART: u64 = 64;
 /// Granularity in which shorter packs are tried.
 const TOKENS_STEP: usize = 64;
 
-/// One way to train.
-struct Way {
-    /// As a clause.
-    what: &'static str,
-    /// How a run file asks for it.
-    setting: &'static str,
-    /// What it changes.
-    change: fn(&mut Switches),
-}
-
-/// The ways, the fastest first. Each says how it differs from what the configuration sets; what it sets itself is not touched ([`Planner::ways`]).
-const WAYS: [Way; 4] = [
-    Way {
-        what: "blocks keep everything for the backward pass",
-        setting: "activations = \"keep\" in [train]",
-        change: |switches| switches.activations = Activations::Keep,
-    },
-    Way {
-        what: "blocks keep their inputs, the rest is computed again",
-        setting: "activations = \"recompute\" in [train]",
-        change: |switches| switches.activations = Activations::Recompute,
-    },
-    Way {
-        what: "inputs of blocks wait in host memory, with two buffers on the device",
-        setting: "activations = \"offload\" in [train]",
-        change: |switches| {
-            switches.activations = Activations::Offload;
-            switches.offload.buffers = 2;
-        },
-    },
-    Way {
-        what: "inputs of blocks wait in host memory, with one buffer on the device",
-        setting: "activations = \"offload\" in [train] and offload_buffers = 1 in [optimizations]",
-        change: |switches| {
-            switches.activations = Activations::Offload;
-            switches.offload.buffers = 1;
-        },
-    },
-];
-
 impl Planner {
     /// The plan: the first way that fits, with the reasons.
     pub fn plan(&self) -> MemoryPlan {
-        let tried: Vec<Tried> = self.ways().into_iter().map(|way| self.try_way(&way, self.work)).collect();
+        let tried: Vec<Tried> = self.ways().into_iter().map(|way| self.try_way(way)).collect();
         let found = tried.iter().position(|tried| tried.against.is_none());
         let least = || {
             let needs = tried.iter().enumerate().filter_map(|(i, tried)| Some((tried.need.as_ref()?.vram_bytes(), i)));
@@ -91,30 +52,20 @@ impl Planner {
         Some(format!("set pack_len = {tokens} in [packing]: by the plan packs of that length fit"))
     }
 
-    /// The ways that the configuration leaves open.
-    fn ways(&self) -> Vec<Way> {
-        let buffers = self.setup.switches.offload.buffers;
-        let is_open = |way: &Way| {
-            let mut switches = self.setup.switches;
-            (way.change)(&mut switches);
-            let allowed = self.activations.fixed().is_none_or(|fixed| fixed == switches.activations);
-            allowed
-                && (switches.activations != Activations::Offload || buffers == 0 || buffers == switches.offload.buffers)
-        };
-        WAYS.into_iter().filter(is_open).collect()
-    }
-
-    fn try_way(&self, way: &Way, work: Workload) -> Tried {
-        let mut switches = self.setup.switches;
-        (way.change)(&mut switches);
-        let (need, against) = match self.need_for(switches, work) {
+    fn try_way(&self, switches: Switches) -> Tried {
+        let (need, against) = match self.need(switches) {
             Ok(need) => {
                 let against = self.against(&need);
                 (Some(need), against)
             }
             Err(error) => (None, Some(format!("{error:#}"))),
         };
-        Tried { what: way.what.into(), setting: way.setting.into(), switches, need, against }
+        Tried { what: self.in_words(&switches), setting: self.setting(&switches), switches, need, against }
+    }
+
+    /// The first way that fits, if one does.
+    fn first_that_fits(&self) -> Option<Tried> {
+        self.ways().into_iter().map(|way| self.try_way(way)).find(|tried| tried.against.is_none())
     }
 
     /// What speaks against a way that takes `need`.
@@ -130,28 +81,28 @@ impl Planner {
     }
 
     fn why(&self, tried: &[Tried], found: Option<usize>) -> String {
-        let passed = &tried[..found.unwrap_or(tried.len())];
-        let against = passed.iter().map(|tried| match &tried.need {
-            Some(need) => format!("{} would take {}", short(tried.switches), units::bytes(need.vram_bytes())),
-            None => {
-                format!("not {}: {}", short(tried.switches), tried.against.as_deref().unwrap_or("it cannot be done"))
-            }
-        });
-        let mut reasons: Vec<String> = against.collect();
         let there = units::bytes(self.machine.vram_bytes);
-        match found.and_then(|found| Some((&tried[found], tried[found].need.as_ref()?))) {
-            Some((_, need)) if reasons.is_empty() => {
-                format!("{} of {there} are needed", units::bytes(need.vram_bytes()))
-            }
-            Some((_, need)) => {
-                reasons.push(format!("this takes {} of {there}", units::bytes(need.vram_bytes())));
-                reasons.join("; ")
-            }
-            None => {
-                reasons.push(format!("{there} may be used"));
-                reasons.join("; ")
+        let passed = &tried[..found.unwrap_or(tried.len())];
+        // Of ways that keep the same, the one that takes least speaks for all.
+        let mut reasons = Vec::new();
+        for same in passed.chunk_by(|a, b| kept_in_words(&a.switches) == kept_in_words(&b.switches)) {
+            let kept = kept_in_words(&same[0].switches);
+            match same.iter().filter_map(|tried| tried.need.as_ref()).map(Need::vram_bytes).min() {
+                Some(least) if found.is_some_and(|found| kept_in_words(&tried[found].switches) == kept) => {
+                    reasons.push(format!("faster ways of {kept} would take {} at least", units::bytes(least)));
+                }
+                Some(least) => reasons.push(format!("{kept} would take {}", units::bytes(least))),
+                None => {
+                    let against = same[0].against.as_deref().unwrap_or("it cannot be done");
+                    reasons.push(format!("not {kept}: {against}"));
+                }
             }
         }
+        reasons.push(match found.and_then(|found| tried[found].need.as_ref()) {
+            Some(need) => format!("this takes {} of {there}", units::bytes(need.vram_bytes())),
+            None => format!("{there} may be used"),
+        });
+        reasons.join("; ")
     }
 
     /// Changes that make the run fit, each tried.
@@ -159,14 +110,13 @@ impl Planner {
         let mut advice = Vec::new();
         let there = self.machine.vram_bytes;
         // Ways that the configuration closed.
-        if self.activations != ActivationsChoice::Auto || self.setup.switches.offload.buffers != 0 {
-            let mut open = self.clone();
-            open.activations = ActivationsChoice::Auto;
-            open.setup.switches.offload.buffers = 0;
-            let way = open.ways().into_iter().map(|way| open.try_way(&way, self.work));
-            if let Some(way) = way.into_iter().find(|tried| tried.against.is_none()) {
-                advice.push(format!("set {}: {} are needed then", way.setting, vram(&way)));
-            }
+        let mut open = self.clone();
+        (open.activations, open.memory) = (ActivationsChoice::Auto, MemoryConfig::default());
+        open.setup.switches.offload.buffers = 0;
+        if open.ways().len() > tried.len()
+            && let Some(way) = open.first_that_fits()
+        {
+            advice.push(format!("set {}: {} are needed then", way.setting, vram(&way)));
         }
         let leanest = tried.iter().filter(|tried| tried.need.is_some()).min_by_key(|tried| vram_bytes(tried));
         if let Some(leanest) = leanest {
@@ -174,7 +124,7 @@ impl Planner {
             if let Some(tokens) = self.longest_that_fits(leanest.switches, most) {
                 advice.push(format!("set pack_len = {tokens} in [packing], instead of {}", self.work.tokens));
             }
-            advice.extend(self.other_methods());
+            advice.extend(self.other_method());
             let wanted = needed + needed.div_ceil(MARGIN_PART - 1);
             if wanted > there {
                 advice.push(format!("a card with {} would do", units::bytes(wanted)));
@@ -183,15 +133,19 @@ impl Planner {
         advice
     }
 
-    /// Methods that take less, if they fit.
-    fn other_methods(&self) -> Option<String> {
-        if self.setup.method.kind != MethodKind::Full {
-            return None;
-        }
-        let mut lora = self.clone();
-        lora.setup.method = MethodConfig { kind: MethodKind::Lora, ..MethodConfig::default() };
-        let fits = lora.ways().iter().map(|way| lora.try_way(way, self.work)).find(|tried| tried.against.is_none())?;
-        Some(format!("set kind = \"lora\" in [method]: {} are needed then", vram(&fits)))
+    /// The next method that takes less and fits: adapters, then adapters on weights in 4 bits.
+    fn other_method(&self) -> Option<String> {
+        let leaner: &[(MethodKind, &str)] = match self.setup.method.kind {
+            MethodKind::Full => &[(MethodKind::Lora, "lora"), (MethodKind::Qlora, "qlora")],
+            MethodKind::Lora => &[(MethodKind::Qlora, "qlora")],
+            MethodKind::Qlora => &[],
+        };
+        leaner.iter().find_map(|&(kind, word)| {
+            let mut other = self.clone();
+            other.setup.method = MethodConfig { kind, init_adapter: None, ..self.setup.method.clone() };
+            let fits = other.first_that_fits()?;
+            Some(format!("set kind = \"{word}\" in [method]: {} are needed then", vram(&fits)))
+        })
     }
 
     /// The greatest number of tokens in a pack, at most `most`, whose steps fit; documents are cut to it.
@@ -216,14 +170,4 @@ fn vram_bytes(tried: &Tried) -> u64 {
 
 fn vram(tried: &Tried) -> String {
     units::bytes(vram_bytes(tried))
-}
-
-/// A way in two words.
-fn short(switches: Switches) -> &'static str {
-    match (switches.activations, switches.offload.buffers) {
-        (Activations::Keep, _) => "keeping everything",
-        (Activations::Recompute, _) => "computing again",
-        (Activations::Offload, 1) => "offloading with one buffer",
-        (Activations::Offload, _) => "offloading",
-    }
 }
