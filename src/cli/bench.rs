@@ -71,7 +71,7 @@ pub struct BenchArgs {
     /// Bits of a value of the optimizer's moments: 32, 8.
     #[arg(long, value_delimiter = ',', default_value = "32", value_parser = bits)]
     bits: Vec<u32>,
-    /// Where the optimizer's moments lie: device, host.
+    /// Where moments and the f32 values of what trains lie: device, host.
     #[arg(long, value_delimiter = ',', default_value = "device", value_parser = placement)]
     optimizer_state: Vec<Placement>,
     /// Where the table of token embeddings lies: device, host.

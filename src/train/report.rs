@@ -145,7 +145,7 @@ pub enum Optimization {
     CudaGraphs,
     /// The table of token embeddings in host memory.
     HostEmbedding,
-    /// The optimizer's moments in host memory.
+    /// Moments and exact weights in host memory.
     HostOptimizerState,
 }
 

@@ -49,7 +49,7 @@ impl SetupView {
                 (PlacementChoice::Host, "in host memory"),
             ];
             choice(ui, "Embedding table", &mut form.embedding, &places, half);
-            choice(ui, "Optimizer's moments", &mut form.optimizer_state, &places, half);
+            choice(ui, "Optimizer's state", &mut form.optimizer_state, &places, half);
         });
         let words = "None of these changes what the model learns. What is automatic is chosen when the run starts; Live shows each choice with \
                      its reason, and can switch them between two steps.";
