@@ -15,7 +15,7 @@ use tandem::session::compare::{CompareEvent, CompareOptions, CompareReport, Vari
 use tandem::session::trace::{Trace, TraceSteps};
 use tandem::session::{
     ActivationsChoice, AttentionPath, CacheCounts, Dequantized, DeviceChoice, Metadata, MetadataPolicy, MethodKind,
-    OffloadPolicy, Optimization, Precision, Switches,
+    OffloadPolicy, Optimization, Placement, Precision, Switches,
 };
 use tandem::tensor::Device;
 
@@ -62,12 +62,21 @@ pub struct BenchArgs {
     /// Rank of the adapters.
     #[arg(long, default_value_t = 16)]
     r: usize,
-    /// What trains: lora, or qlora (adapters on weights in NF4).
+    /// What trains: lora, qlora (adapters on weights in NF4), full (all parameters).
     #[arg(long, value_delimiter = ',', default_value = "lora", value_parser = method)]
     method: Vec<MethodKind>,
     /// Where weights in 4 bits are dequantized to: scratch, resident.
     #[arg(long, value_delimiter = ',', default_value = "scratch", value_parser = dequantized)]
     dequantized: Vec<Dequantized>,
+    /// Bits of a value of the optimizer's moments: 32, 8.
+    #[arg(long, value_delimiter = ',', default_value = "32", value_parser = bits)]
+    bits: Vec<u32>,
+    /// Where moments and the f32 values of what trains lie: device, host.
+    #[arg(long, value_delimiter = ',', default_value = "device", value_parser = placement)]
+    optimizer_state: Vec<Placement>,
+    /// Where the table of token embeddings lies: device, host.
+    #[arg(long, value_delimiter = ',', default_value = "device", value_parser = placement)]
+    embedding: Vec<Placement>,
     /// Most tokens that the MLP takes at one time where its activations are not kept; 0: all of a pass.
     #[arg(long, value_delimiter = ',', default_value = "0")]
     mlp_rows: Vec<usize>,
@@ -120,7 +129,24 @@ fn method(text: &str) -> std::result::Result<MethodKind, String> {
     match text {
         "lora" => Ok(MethodKind::Lora),
         "qlora" => Ok(MethodKind::Qlora),
-        other => Err(format!("`{other}` is neither lora nor qlora")),
+        "full" => Ok(MethodKind::Full),
+        other => Err(format!("`{other}` is none of lora, qlora, full")),
+    }
+}
+
+fn bits(text: &str) -> std::result::Result<u32, String> {
+    match text {
+        "32" => Ok(32),
+        "8" => Ok(8),
+        other => Err(format!("`{other}` is neither 32 nor 8")),
+    }
+}
+
+fn placement(text: &str) -> std::result::Result<Placement, String> {
+    match text {
+        "device" => Ok(Placement::Device),
+        "host" => Ok(Placement::Host),
+        other => Err(format!("`{other}` is neither device nor host")),
     }
 }
 
@@ -171,7 +197,8 @@ impl BenchArgs {
     fn options(&self) -> Vec<BenchOptions> {
         let mut all = Vec::new();
         for model in &self.model {
-            for &method in &self.method {
+            let methods = self.method.iter().flat_map(|&method| self.bits.iter().map(move |&bits| (method, bits)));
+            for (method, bits) in methods {
                 for &pack in &self.pack {
                     all.extend(self.switches().into_iter().map(|(activations, switches)| BenchOptions {
                         model: model.clone(),
@@ -183,6 +210,7 @@ impl BenchArgs {
                         activations,
                         r: self.r,
                         method,
+                        bits,
                         one_document: self.one_document,
                     }));
                 }
@@ -216,6 +244,8 @@ impl BenchArgs {
         });
         vary(self.graphs.len(), &|s, i| s.cuda_graphs = self.graphs[i]);
         vary(self.dequantized.len(), &|s, i| s.memory.dequantized = self.dequantized[i]);
+        vary(self.optimizer_state.len(), &|s, i| s.memory.optimizer_state = self.optimizer_state[i]);
+        vary(self.embedding.len(), &|s, i| s.memory.embedding = self.embedding[i]);
         vary(self.mlp_rows.len(), &|s, i| s.memory.mlp_rows = self.mlp_rows[i]);
         vary(self.pass_tokens.len(), &|s, i| s.memory.pass_tokens = self.pass_tokens[i]);
         all
@@ -341,8 +371,8 @@ fn print_row(out: &mut impl io::Write, row: &BenchRow) -> io::Result<()> {
     let Switches { activations, attention, metadata, .. } = row.switches;
     writeln!(
         out,
-        "{} · {:?} · pack {pack} · {activations:?} · {attention:?} · metadata {:?}{graphs} · {}",
-        row.model, row.method, metadata.metadata, row.device
+        "{} · {:?} · {} bits · pack {pack} · {activations:?} · {attention:?} · metadata {:?}{graphs} · {}",
+        row.model, row.method, row.bits, metadata.metadata, row.device
     )?;
     if let Some(why) = &row.unrecorded {
         writeln!(out, "  CUDA graphs are not used: {why}")?;
@@ -363,6 +393,9 @@ fn print_row(out: &mut impl io::Write, row: &BenchRow) -> io::Result<()> {
     )?;
     if let Some(driver_bytes) = row.driver_bytes {
         writeln!(out, "  {} in use on the card, the driver's own part included", units::bytes(driver_bytes))?;
+    }
+    if let Some(pinned) = row.memory.pinned {
+        writeln!(out, "  {} of host memory are page-locked", units::bytes(pinned.now))?;
     }
     if let Some(plan) = &row.plan {
         print_plan(out, plan)?;

@@ -185,6 +185,11 @@ impl Params {
 
     /// Makes a base weight trainable. What products read becomes the working copy of an f32 master, where the two differ or lie apart.
     pub fn train(&mut self, id: ParamId) {
+        self.train_in(id, &mut |_, _| None);
+    }
+
+    /// As [`Self::train`], with the f32 master in what `room(category, shape)` gives, where it gives something.
+    pub fn train_in(&mut self, id: ParamId, room: &mut dyn FnMut(MemoryCategory, &[usize]) -> Option<Tensor>) {
         if self.list[id.0].trainable {
             return;
         }
@@ -192,13 +197,34 @@ impl Params {
         if is_part || self.device.precision() == Precision::Bf16 {
             let values = self.device.keeps_values().then(|| self.to_vec(id));
             let parameter = &mut self.list[id.0];
-            let mut master = self.device.empty_f32(MemoryCategory::Optimizer, &parameter.shape);
+            let category = MemoryCategory::Optimizer;
+            let master = room(category, &parameter.shape);
+            let mut master = master.unwrap_or_else(|| self.device.empty_f32(category, &parameter.shape));
             if let Some(values) = values {
                 master.set(&values);
             }
             parameter.working = Some(std::mem::replace(&mut parameter.value, Place::Own(master)));
         }
         self.list[id.0].trainable = true;
+    }
+
+    /// The exact value of a parameter whose products read a working copy: nothing but the optimizer touches it.
+    pub fn exact(&self, id: ParamId) -> Option<&Tensor> {
+        match &self.list[id.0] {
+            Parameter { value: Place::Own(value), working: Some(_), .. } => Some(value),
+            _ => None,
+        }
+    }
+
+    /// Moves that value to `room`, of its shape and format. From and to a GPU this waits for the device.
+    pub fn move_exact(&mut self, id: ParamId, mut room: Tensor) {
+        let values = self.device.keeps_values().then(|| self.to_vec(id));
+        let parameter = &mut self.list[id.0];
+        assert_eq!(parameter.shape, room.shape(), "shape of {}", parameter.name);
+        if let Some(values) = values {
+            room.set(&values);
+        }
+        parameter.value = Place::Own(room);
     }
 
     /// What operations other than a projection's read of a parameter that is a tensor of its own: norms, biases, embeddings, the head.

@@ -58,7 +58,7 @@ impl Placement {
 pub struct MemoryPolicy {
     /// The table of token embeddings, where it does not train and is not the head's as well.
     pub embedding: Placement,
-    /// The optimizer's moments.
+    /// What only the optimizer touches: moments, and the f32 values of weights whose products read bf16.
     pub optimizer_state: Placement,
     /// What weights in 4 bits are multiplied as.
     pub dequantized: Dequantized,

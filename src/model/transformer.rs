@@ -240,11 +240,22 @@ impl Transformer {
     /// # Errors
     /// When weights are held in 4 bits, which have no gradient.
     pub fn train_everything(&mut self) -> Result<()> {
+        self.train_everything_in(&mut |_, _| None)
+    }
+
+    /// As [`Self::train_everything`], with each f32 master in what `room(category, shape)` gives, where it gives something.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn train_everything_in(
+        &mut self,
+        room: &mut dyn FnMut(MemoryCategory, &[usize]) -> Option<Tensor>,
+    ) -> Result<()> {
         ensure!(
             !self.params.ids().any(|id| self.params.is_nf4(id)),
             "weights in 4 bits do not train: take kind = \"qlora\", which trains adapters on them"
         );
-        self.params.ids().for_each(|id| self.params.train(id));
+        self.params.ids().for_each(|id| self.params.train_in(id, room));
         Ok(())
     }
 

@@ -64,8 +64,10 @@ pub struct BenchOptions {
     pub activations: ActivationsChoice,
     /// Rank of the adapters on all linears.
     pub r: usize,
-    /// Whether the weights below them are in NF4.
+    /// Whether the weights below them are in NF4, or train themselves.
     pub method: MethodKind,
+    /// Bits of a value of the optimizer's moments.
+    pub bits: u32,
     /// Whether a pack is one document.
     pub one_document: bool,
 }
@@ -83,7 +85,6 @@ impl BenchOptions {
             joined == 0 || (joined >= pack && tokens > pack),
             "pass_tokens ({joined}) joins packs of a step: it must be at least pack ({pack}), and tokens ({tokens}) several packs"
         );
-        ensure!(self.method.has_adapters(), "only methods with adapters are measured");
         Ok(())
     }
 
@@ -103,6 +104,8 @@ pub struct BenchRow {
     pub model: String,
     /// Which parameters train, on what.
     pub method: MethodKind,
+    /// Bits of a value of the optimizer's moments.
+    pub bits: u32,
     /// Device in words.
     pub device: String,
     /// Tokens in one micro-batch.
@@ -205,6 +208,7 @@ pub struct Bench {
 struct Made {
     name: String,
     method: MethodConfig,
+    bits: u32,
     memory: MemoryPolicy,
 }
 
@@ -227,10 +231,10 @@ impl Bench {
 
     /// The model of `options` in its first state, switched as they ask.
     fn load(&mut self, options: &BenchOptions) -> Result<&mut Loaded> {
-        let BenchOptions { ref model, switches, r, method, .. } = *options;
+        let BenchOptions { ref model, switches, r, method, bits, .. } = *options;
         let config = model_config(model)?;
         let method = MethodConfig { kind: method, r, ..MethodConfig::default() };
-        let optimizer = OptimizerConfig { schedule: ScheduleKind::Constant, ..OptimizerConfig::default() };
+        let optimizer = OptimizerConfig { schedule: ScheduleKind::Constant, bits, ..OptimizerConfig::default() };
         let mut setup = TrainerSetup { method, optimizer, switches, seed: 1, total_steps: 1 };
         let plan = match &self.device {
             Device::Cpu(_) => None,
@@ -239,7 +243,7 @@ impl Bench {
         if let Some((plan, _)) = plan.as_ref().filter(|_| options.activations == ActivationsChoice::Auto) {
             setup.switches = plan.choice().switches;
         }
-        let made = Made { name: model.clone(), method: setup.method.clone(), memory: setup.switches.memory };
+        let made = Made { name: model.clone(), method: setup.method.clone(), bits, memory: setup.switches.memory };
         let mut loaded = match self.model.take().filter(|loaded| loaded.made == made) {
             Some(loaded) => loaded,
             None => {
@@ -314,7 +318,7 @@ fn measure(
     let device = trainer.model().device().clone();
     let lengths = options.lengths();
     let micro_batches = micro_batches(&lengths, pack, config.vocab_size);
-    let flops_per_token = flops_per_token(config, &lengths, r);
+    let flops_per_token = flops_per_token(config, &lengths, options.method.has_adapters().then_some(r));
     let stop = AtomicBool::new(false);
     // Steps follow each other without a wait between them, as in a run; the reports come late.
     let mut reports: Vec<StepReport> = Vec::with_capacity(warmup + steps);
@@ -338,6 +342,7 @@ fn measure(
     Ok(BenchRow {
         model: options.model.clone(),
         method: options.method,
+        bits: options.bits,
         device: device.describe(),
         pack,
         tokens,
@@ -418,18 +423,21 @@ fn micro_batches(lengths: &[usize], pack: usize, vocab: usize) -> Vec<PackedBatc
 }
 
 /// FLOPs a token, forward and backward, recomputation not counted: `4N` for frozen linears (`2N` forward, `2N` for the input's gradient),
-/// `4·V·H` for the head, `3.5·4·d·Hq·ctx` a layer for attention with `ctx` the mean number of keys a query sees, `6r·(in + out)` for adapters.
-fn flops_per_token(config: &ModelConfig, lengths: &[usize], r: usize) -> f64 {
+/// `4·V·H` for the head, `3.5·4·d·Hq·ctx` a layer for attention with `ctx` the mean number of keys a query sees, `6r·(in + out)` for adapters of rank
+/// `r`. Without adapters all weights have gradients: `6N` and `6·V·H`.
+fn flops_per_token(config: &ModelConfig, lengths: &[usize], r: Option<usize>) -> f64 {
     let (hidden, inner) = (config.hidden_size as f64, config.intermediate_size as f64);
     let (q, kv) = (config.q_size() as f64, config.kv_size() as f64);
     let layers = config.num_hidden_layers as f64;
     let linears =
         [(hidden, q), (hidden, kv), (hidden, kv), (q, hidden), (hidden, inner), (hidden, inner), (inner, hidden)];
     let weights: f64 = linears.iter().map(|(a, b)| a * b).sum();
-    let adapters: f64 = linears.iter().map(|(a, b)| r as f64 * (a + b)).sum();
+    let adapters: f64 = linears.iter().map(|(a, b)| r.unwrap_or(0) as f64 * (a + b)).sum();
+    let of_a_weight = if r.is_some() { 4.0 } else { 6.0 };
     let total: f64 = lengths.iter().map(|&n| n as f64).sum();
     let context = lengths.iter().map(|&n| n as f64 * (n as f64 + 1.0) / 2.0).sum::<f64>() / total;
-    layers * (4.0 * weights + 6.0 * adapters + 3.5 * 4.0 * q * context) + 4.0 * config.vocab_size as f64 * hidden
+    layers * (of_a_weight * weights + 6.0 * adapters + 3.5 * 4.0 * q * context)
+        + of_a_weight * config.vocab_size as f64 * hidden
 }
 
 /// Rate of a large square product, in TFLOP/s.

@@ -305,7 +305,7 @@ pub enum DequantizedChoice {
 pub struct MemoryConfig {
     /// The table of token embeddings.
     pub embedding: PlacementChoice,
-    /// The optimizer's moments.
+    /// What only the optimizer touches: moments, and the f32 values of weights whose products read bf16.
     pub optimizer_state: PlacementChoice,
     /// What weights in 4 bits are multiplied as.
     pub dequantized: DequantizedChoice,

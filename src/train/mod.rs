@@ -7,5 +7,6 @@ pub mod plan;
 pub mod report;
 pub mod schedule;
 pub mod snapshot;
+pub mod state_place;
 pub mod switches;
 pub mod trainer;

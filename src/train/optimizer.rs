@@ -2,7 +2,8 @@
 
 use super::config::OptimizerConfig;
 use super::snapshot::{MomentValues, SlotValues, Snapshot};
-use crate::layers::parameter::{Grads, ParamId, Parameter};
+use super::state_place::StatePlace;
+use crate::layers::parameter::{Grads, ParamId, Parameter, Params};
 use crate::model::policy::Placement;
 use crate::model::transformer::Transformer;
 use crate::ops::adamw::{self, AdamWParams};
@@ -11,7 +12,7 @@ use crate::ops::cross_entropy::LossSum;
 use crate::ops::multi_tensor::{self, Member, MultiTensor};
 use crate::ops::norm::{self, ClipValues};
 use crate::tensor::cuda::ReadSlot;
-use crate::tensor::{DType, Device, Gpu, MemoryCategory, Tensor};
+use crate::tensor::{Device, Gpu, Tensor};
 
 /// Optimizer state of one parameter.
 #[derive(Debug)]
@@ -27,61 +28,14 @@ enum Moments {
     Blockwise8([Moment8; 2]),
 }
 
-/// Where moments lie.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct StatePlace {
-    asked: Placement,
-    /// Bytes of moments in host memory.
-    pub host_bytes: u64,
-    /// Why some or all of them lie on the device although they were to lie in host memory.
-    pub refused: Option<String>,
-}
-
-impl StatePlace {
-    fn new(asked: Placement) -> Self {
-        Self { asked, ..Self::default() }
-    }
-
-    /// Takes host memory if that is asked for and was not refused before.
-    fn in_host<T>(&mut self, bytes: usize, take: impl FnOnce() -> Result<T, String>) -> Option<T> {
-        if self.asked == Placement::Device || self.refused.is_some() {
-            return None;
-        }
-        match take() {
-            Ok(taken) => {
-                self.host_bytes += bytes as u64;
-                Some(taken)
-            }
-            Err(why) => {
-                self.refused = Some(why);
-                None
-            }
-        }
-    }
-
-    fn zeros(&mut self, device: &Device, shape: &[usize]) -> Tensor {
-        let (category, bytes) = (MemoryCategory::Optimizer, shape.iter().product::<usize>() * size_of::<f32>());
-        self.in_host(bytes, || device.zeros_mapped(category, shape, DType::F32))
-            .unwrap_or_else(|| device.zeros_f32(category, shape))
-    }
-
-    fn zeros8(&mut self, device: &Device, len: usize) -> Moment8 {
-        let (category, blocks) = (MemoryCategory::Optimizer, len.div_ceil(adamw8::BLOCK));
-        let room = blocks * adamw8::BLOCK;
-        let codes = self.in_host(room, || device.zero_mapped_bytes(category, room));
-        let codes = codes.unwrap_or_else(|| device.zero_bytes(category, room));
-        Moment8 { codes, absmax: self.zeros(device, &[blocks]) }
-    }
-}
-
 impl Moments {
     /// Moments that are zero; in 8 bits where that is asked for and the parameter is large enough.
     fn zeros(device: &Device, shape: &[usize], bits: u32, place: &mut StatePlace) -> Self {
         let len = shape.iter().product();
         if bits == 8 && len >= adamw8::MIN_LEN {
-            Self::Blockwise8([place.zeros8(device, len), place.zeros8(device, len)])
+            Self::Blockwise8([place.moment8(device, len), place.moment8(device, len)])
         } else {
-            Self::F32([place.zeros(device, shape), place.zeros(device, shape)])
+            Self::F32([place.moment(device, shape), place.moment(device, shape)])
         }
     }
 
@@ -147,39 +101,36 @@ pub struct BadGradient {
 
 impl Optimizer {
     /// State for every trainable parameter; its moments have `bits` bits a value, 32 or 8, and 32 in parameters with fewer than
-    /// [`adamw8::MIN_LEN`] values. They lie where `asked` says, as far as that can be ([`Self::state_place`]).
-    pub fn new(model: &Transformer, bits: u32, asked: Placement) -> Self {
-        let (device, mut place) = (model.device(), StatePlace::new(asked));
+    /// [`adamw8::MIN_LEN`] values. They lie where `place` says, as far as that can be.
+    pub fn new(model: &Transformer, bits: u32, mut place: StatePlace) -> Self {
         let slot = |(id, parameter): (ParamId, &Parameter)| Slot {
             id,
-            moments: Moments::zeros(device, &parameter.shape, bits, &mut place),
+            moments: Moments::zeros(model.device(), &parameter.shape, bits, &mut place),
         };
         let slots = model.params().iter().filter(|(_, p)| p.trainable).map(slot).collect();
         Self { slots, place, updates: 0, table: None }
     }
 
-    /// Where the moments lie.
+    /// Where the state lies.
     pub fn state_place(&self) -> &StatePlace {
         &self.place
     }
 
-    /// Moves the moments to where they shall lie, as far as that can be; every bit of them stays. From and to a GPU this waits for the device.
-    pub fn place(&mut self, model: &Transformer, grads: &Grads, asked: Placement) {
+    /// Moves the state to where it shall lie, as far as that can be; every bit of it stays. From and to a GPU this waits for the device.
+    pub fn place(&mut self, model: &mut Transformer, grads: &Grads, asked: Placement) {
         if asked == self.place.asked {
             return;
         }
-        let mut place = StatePlace::new(asked);
-        let move_one = |Slot { id, moments }: &Slot| {
-            let mut moved = Moments::zeros(model.device(), &model.params().get(*id).shape, moments.bits(), &mut place);
+        let (device, mut place) = (model.device().clone(), StatePlace::new(asked));
+        for Slot { id, moments } in &mut self.slots {
+            move_exact(model.params_mut(), &device, *id, &mut place);
+            let mut moved = Moments::zeros(&device, &model.params().get(*id).shape, moments.bits(), &mut place);
             moved.set(&moments.values());
-            Slot { id: *id, moments: moved }
-        };
-        // Until the table names the new ones, the device may use those from before.
-        let moved = self.slots.iter().map(move_one).collect();
-        let _before = std::mem::replace(&mut self.slots, moved);
+            *moments = moved;
+        }
         self.place = place;
-        if let (Device::Cuda(gpu), Some(mut table)) = (model.device(), self.table.take()) {
-            table.set_members(gpu, members(&self.slots, model, grads));
+        if let (Device::Cuda(gpu), Some(mut table)) = (device, self.table.take()) {
+            table.set_members(&gpu, members(&self.slots, model, grads));
             self.table = Some(table);
         }
     }
@@ -301,6 +252,19 @@ impl Optimizer {
             let value = norm::first_non_finite(&grads.get(slot.id)?.to_vec())?;
             Some(BadGradient { name: model.params().name(slot.id).to_owned(), value })
         })
+    }
+}
+
+/// Moves the exact value of a parameter whose products read a working copy to where the state shall lie.
+pub(super) fn move_exact(params: &mut Params, device: &Device, id: ParamId, place: &mut StatePlace) {
+    let Some(exact) = params.exact(id) else { return };
+    let (shape, category, in_host) = (exact.shape().to_vec(), exact.category(), exact.is_mapped());
+    let room = match place.asked {
+        Placement::Host => place.host_f32(device, category, &shape),
+        Placement::Device => in_host.then(|| device.empty_f32(category, &shape)),
+    };
+    if let Some(room) = room {
+        params.move_exact(id, room);
     }
 }
 

@@ -145,7 +145,7 @@ pub enum Optimization {
     CudaGraphs,
     /// The table of token embeddings in host memory.
     HostEmbedding,
-    /// The optimizer's moments in host memory.
+    /// Moments and exact weights in host memory.
     HostOptimizerState,
     /// The MLP over tiles of rows, so that what it works with is held for one of them.
     MlpTiles,

@@ -6,8 +6,8 @@ use super::config::{
     Activations, AttentionPath, MemoryConfig, MemoryPolicy, Metadata, MetadataPolicy, OffloadPolicy,
     OptimizationsConfig, Placement, TrainConfig,
 };
-use super::optimizer::StatePlace;
 use super::report::{Choice, Optimization};
+use super::state_place::StatePlace;
 use crate::base::units;
 use crate::model::offload::OffloadState;
 use crate::model::transformer::Transformer;
@@ -146,7 +146,11 @@ pub fn choices(switches: &Switches, model: &Transformer, reasons: Reasons<'_>) -
                 Some(StatePlace { host_bytes, refused, .. }) => {
                     let rest = refused.as_ref().map(|why| format!("; the rest is on the device: {why}"));
                     let bytes = units::bytes(*host_bytes);
-                    (true, true, format!("{bytes} of moments go over the bus{}", rest.unwrap_or_default()))
+                    (
+                        true,
+                        true,
+                        format!("{bytes} of moments and exact weights go over the bus{}", rest.unwrap_or_default()),
+                    )
                 }
                 None => (false, true, "there is no optimizer".to_owned()),
             },

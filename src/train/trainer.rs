@@ -12,11 +12,12 @@ use anyhow::{Context as _, ensure};
 use self::copies::copy_report;
 use super::batch::{bucket_on, upload};
 use super::config::{Activations, ActivationsChoice, Metadata, MethodConfig, MethodKind, OptimizerConfig, Placement};
-use super::optimizer::{BadGradient, Optimizer, StatePlace};
+use super::optimizer::{self, BadGradient, Optimizer};
 use super::plan::{Machine, MemoryPlan, Planner, Workload};
 use super::report::{CacheReport, Choice, EvalReport, StepReport};
 use super::schedule::learning_rate;
 use super::snapshot::Snapshot;
+use super::state_place::StatePlace;
 use super::switches::{self, Reasons, Switches};
 use crate::base::error::{NonFinite, OutOfMemory, Result};
 use crate::data::example::IGNORE_INDEX;
@@ -140,12 +141,20 @@ impl Trainer {
     /// # Errors
     /// When the method does not fit the model.
     pub fn new(mut model: Transformer, setup: TrainerSetup) -> Result<Self> {
+        let (device, mut place) = (model.device().clone(), StatePlace::new(setup.switches.memory.optimizer_state));
+        let misfit = "[method] does not fit this model";
         match lora_spec(&setup.method) {
-            None => model.train_everything().context("[method] does not fit this model")?,
-            Some(spec) => model.add_lora(&spec, setup.seed).context("[method] does not fit this model")?,
+            None => {
+                let mut room = |category, shape: &[usize]| place.host_f32(&device, category, shape);
+                model.train_everything_in(&mut room).context(misfit)?;
+            }
+            Some(spec) => {
+                model.add_lora(&spec, setup.seed).context(misfit)?;
+                model.params().ids().for_each(|id| optimizer::move_exact(model.params_mut(), &device, id, &mut place));
+            }
         }
         let grads = Grads::new(model.params());
-        let optimizer = Optimizer::new(&model, setup.optimizer.bits, setup.switches.memory.optimizer_state);
+        let optimizer = Optimizer::new(&model, setup.optimizer.bits, place);
         let reports_late = matches!(model.device(), Device::Cuda(_));
         let recordings = Recordings::new(setup.switches.cuda_graphs);
         let mut trainer = Self {

@@ -6,7 +6,9 @@ use egui::accesskit::Role;
 use egui_kittest::kittest::{NodeT as _, Queryable as _};
 use tandem::gui::views::Screen;
 use tandem::session::config::RunConfig;
-use tandem::session::{ActivationsChoice, AttentionPath, LayoutChoice, Overlong, ScheduleKind, Switch};
+use tandem::session::{
+    ActivationsChoice, AttentionPath, LayoutChoice, Overlong, PlacementChoice, ScheduleKind, Switch,
+};
 
 use super::{App, app, build, builder, click, support, wait_for};
 
@@ -179,8 +181,14 @@ fn optimizations_are_set_beside_the_rows() {
     choose(&mut harness, "Blocks keep", "their input, and compute the rest again");
     assert!(buffers(&harness), "nothing is offloaded");
     choose(&mut harness, "Blocks keep", "their input, in host memory: least memory");
+    choose(&mut harness, "Embedding table", "in host memory");
+    choose(&mut harness, "Optimizer state", "8 bits");
     fill(&mut harness, "Save every", "25");
     let (config, _) = app(&mut harness).setup_config();
+    let memory = &config.memory;
+    assert_eq!((memory.embedding, memory.optimizer_state), (PlacementChoice::Host, PlacementChoice::Auto));
+    assert_eq!(config.optimizer.bits, 8);
+    assert!(harness.query_by_label_contains("AdamW with 8-bit state").is_some());
     assert_eq!((config.train.activations, config.train.attention), (ActivationsChoice::Offload, AttentionPath::Masked));
     assert_eq!((config.optimizations.metadata_cache, config.optimizations.offload_buffers), (Switch::Off, 1));
     assert_eq!(config.train.save_every, 25);

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use crate::base::units;
 use crate::session::config::RunConfig;
 use crate::session::{
-    ActivationsChoice, AttentionPath, LayoutChoice, MetadataBaseline, MethodKind, Overlong, ScheduleKind, Switch,
-    TrainOn,
+    ActivationsChoice, AttentionPath, LayoutChoice, MetadataBaseline, MethodKind, Overlong, PlacementChoice,
+    ScheduleKind, Switch, TrainOn,
 };
 
 /// Projections that can get an adapter, with their short names on the screen.
@@ -74,6 +74,7 @@ pub struct Form {
     pub lr: String,
     pub warmup: String,
     pub schedule: ScheduleKind,
+    pub optimizer_bits: u32,
     pub packs_per_step: String,
     pub length_unit: LengthUnit,
     pub length: String,
@@ -84,6 +85,8 @@ pub struct Form {
     pub cuda_graphs: bool,
     pub cache: CacheChoice,
     pub offload_buffers: usize,
+    pub embedding: PlacementChoice,
+    pub optimizer_state: PlacementChoice,
 }
 
 impl Default for Form {
@@ -118,6 +121,7 @@ impl Form {
             lr: number(config.optimizer.lr),
             warmup: units::count(config.optimizer.warmup_steps),
             schedule: config.optimizer.schedule,
+            optimizer_bits: config.optimizer.bits,
             packs_per_step: units::count(config.train.grad_accum_steps as u64),
             length_unit: if steps { LengthUnit::Steps } else { LengthUnit::Epochs },
             length: if steps { units::count(config.train.max_steps) } else { number(config.train.epochs) },
@@ -132,6 +136,8 @@ impl Form {
                 Switch::Off => CacheChoice::Rebuilt(config.optimizations.metadata_baseline),
             },
             offload_buffers: config.optimizations.offload_buffers,
+            embedding: config.memory.embedding,
+            optimizer_state: config.memory.optimizer_state,
             base: config.clone(),
         }
     }
@@ -166,6 +172,7 @@ impl Form {
         read.float("optimizer.lr", &self.lr, &mut config.optimizer.lr);
         read.integer("optimizer.warmup_steps", &self.warmup, &mut config.optimizer.warmup_steps);
         config.optimizer.schedule = self.schedule;
+        config.optimizer.bits = self.optimizer_bits;
         read.integer("train.grad_accum_steps", &self.packs_per_step, &mut config.train.grad_accum_steps);
         read.integer("train.eval_every", &self.eval_every, &mut config.train.eval_every);
         read.integer("train.save_every", &self.save_every, &mut config.train.save_every);
@@ -182,6 +189,8 @@ impl Form {
             }
         };
         optimizations.offload_buffers = self.offload_buffers;
+        config.memory.embedding = self.embedding;
+        config.memory.optimizer_state = self.optimizer_state;
         match self.length_unit {
             LengthUnit::Epochs => {
                 config.train.max_steps = 0;

@@ -81,13 +81,14 @@ impl SetupView {
         });
     }
 
-    /// How often the run looks back: evaluation and saving.
+    /// How often the run looks back: evaluation and saving; and what the optimizer keeps.
     fn intervals(&mut self, ui: &mut Ui, third: f32, problems: &[Problem]) {
         let form = &mut self.form;
         ui.horizontal_top(|ui| {
             let find = |name: &str| problem(problems, name);
             field(ui, "Evaluate every", &mut form.eval_every, third, "steps", find("train.eval_every"));
             field(ui, "Save every", &mut form.save_every, third, "steps", find("train.save_every"));
+            choice(ui, "Optimizer state", &mut form.optimizer_bits, &[(32, "32 bits"), (8, "8 bits")], third);
         });
     }
 
@@ -123,10 +124,14 @@ impl SetupView {
         }
         let held_out = self.jobs.preview.result.ok().map(|preview| preview.num_eval);
         let on = held_out.map_or(String::new(), |n| format!(" on {} held-out records", units::count(n as u64)));
+        notes.push(match config.optimizer.bits {
+            8 => "AdamW with 8-bit state, a quarter of the memory.".into(),
+            _ => "AdamW with f32 state.".to_owned(),
+        });
         notes.push(match (held_out, config.train.eval_every) {
-            (Some(0), _) => "AdamW with f32 state. Nothing is held out, so nothing is evaluated.".into(),
-            (_, 0) => format!("AdamW with f32 state. Eval at the end{on}."),
-            (_, every) => format!("AdamW with f32 state. Eval every {} steps{on}.", units::count(every)),
+            (Some(0), _) => "Nothing is held out, so nothing is evaluated.".into(),
+            (_, 0) => format!("Eval at the end{on}."),
+            (_, every) => format!("Eval every {} steps{on}.", units::count(every)),
         });
         prose(ui, &notes.join(" "), theme.t3);
     }

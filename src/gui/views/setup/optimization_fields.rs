@@ -6,7 +6,7 @@ use super::SetupView;
 use super::fields::{choice, prose};
 use super::form::CacheChoice;
 use crate::gui::theme::Theme;
-use crate::session::{ActivationsChoice, AttentionPath, MetadataBaseline};
+use crate::session::{ActivationsChoice, AttentionPath, MetadataBaseline, PlacementChoice};
 
 impl SetupView {
     pub(super) fn optimization_fields(&mut self, ui: &mut Ui) {
@@ -41,6 +41,15 @@ impl SetupView {
             choice(ui, "Attention", &mut form.attention, &paths, half);
             let graphs = [(true, "on"), (false, "off")];
             choice(ui, "CUDA graphs", &mut form.cuda_graphs, &graphs, half);
+        });
+        ui.horizontal_top(|ui| {
+            let places = [
+                (PlacementChoice::Auto, "automatic"),
+                (PlacementChoice::Device, "on the device"),
+                (PlacementChoice::Host, "in host memory"),
+            ];
+            choice(ui, "Embedding table", &mut form.embedding, &places, half);
+            choice(ui, "Optimizer's state", &mut form.optimizer_state, &places, half);
         });
         let words = "None of these changes what the model learns. What is automatic is chosen when the run starts; Live shows each choice with \
                      its reason, and can switch them between two steps.";

@@ -183,6 +183,7 @@ fn caption(field: &str) -> &str {
         "method.lora_dropout" => "Dropout",
         "optimizer.lr" => "Learning rate",
         "optimizer.warmup_steps" => "Warm-up",
+        "optimizer.bits" => "Optimizer state",
         "packing.pack_len" => "Tokens per pack",
         "train.grad_accum_steps" => "Packs per step",
         "train.epochs" => "Epochs",
