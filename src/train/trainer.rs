@@ -1,20 +1,21 @@
 //! The trainer: micro-batches to one optimizer update, and evaluation. Stop 7 of the walk.
 
+mod copies;
 mod rehearsal;
 
-use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
 
+use self::copies::copy_report;
 use super::batch::{bucket_on, upload};
 use super::config::{
     Activations, ActivationsChoice, MemoryConfig, Metadata, MethodConfig, MethodKind, OptimizerConfig, Placement,
 };
 use super::optimizer::{BadGradient, Optimizer, StatePlace};
 use super::plan::{Machine, MemoryPlan, Planner, Workload};
-use super::report::{CacheReport, Choice, CopyReport, EvalReport, StepReport};
+use super::report::{CacheReport, Choice, EvalReport, StepReport};
 use super::schedule::learning_rate;
 use super::snapshot::Snapshot;
 use super::switches::{self, Reasons, Switches};
@@ -31,11 +32,10 @@ use crate::model::transformer::{Form, PassOptions, Transformer};
 use crate::ops::cross_entropy::LossSum;
 use crate::ops::norm::{ClipValues, first_non_finite};
 use crate::tensor::Device;
-use crate::tensor::clock::{ClosedStep, CopiedBytes};
+use crate::tensor::clock::ClosedStep;
 use crate::tensor::cuda::{CounterValues, ReadSlot};
 use crate::tensor::memory::MemoryReport;
-use crate::tensor::overlap::{CopyTimes, copy_times};
-use crate::tensor::phase::{LaneKind, Pass, Phase, Span};
+use crate::tensor::phase::{Pass, Phase};
 
 /// How a trainer is set up.
 #[derive(Debug, Clone, PartialEq)]
@@ -563,35 +563,6 @@ impl Trainer {
             num_documents: batches.iter().map(num_supervised_documents).sum(),
             eval_ms: start.elapsed().as_secs_f64() * 1e3,
         }))
-    }
-}
-
-/// What was copied in a step of these spans.
-fn copy_report(offload: &OffloadState, spans: &[Span], copied: CopiedBytes) -> CopyReport {
-    let CopyTimes { d2h_ms, h2d_ms, copy_ms, hidden_ms } = copy_times(spans);
-    let returned: Vec<Option<u32>> = spans.iter().filter(|s| s.lane == LaneKind::H2d).map(|s| s.layer).collect();
-    let travels: HashSet<_> = returned.iter().collect();
-    let works = |span: &&Span| {
-        span.lane == LaneKind::Compute
-            && span.pass == Pass::Backward
-            && matches!(span.phase, Phase::Attention | Phase::Mlp | Phase::Moe | Phase::Recompute)
-            && travels.contains(&span.layer)
-    };
-    let reloads = returned.len();
-    let backward_ms: f64 = spans.iter().filter(works).map(|span| span.end_ms - span.start_ms).sum();
-    CopyReport {
-        buffers: offload.buffers.as_ref().map_or(0, |(buffers, _)| *buffers),
-        buffer_bytes: offload.buffer_bytes,
-        blocks: offload.num_blocks,
-        host_bytes: offload.host_bytes,
-        d2h_bytes: copied.d2h,
-        h2d_bytes: copied.h2d,
-        d2h_ms,
-        h2d_ms,
-        copy_ms,
-        hidden_ms,
-        reloads,
-        block_backward_ms: (reloads > 0 && backward_ms > 0.0).then(|| backward_ms / reloads as f64),
     }
 }
 
