@@ -16,6 +16,7 @@ use serde_json::{Value, json};
 use tandem::formats::safetensors::Dtype;
 use tandem::model::loading::Checkpoint;
 use tandem::session::event::{RunEvent, TimedEvent};
+use tandem::tensor::MemoryCategory;
 
 /// Tiny models in a folder: as f32, in NF4, and what the second becomes.
 struct Models {
@@ -121,6 +122,66 @@ fn a_run_on_a_4_bit_folder_is_that_on_its_dequantized_weights_bit_for_bit() {
         assert!(told.contains("14 weights are stored in 4 bits") && told.contains("in f32: 72.00 KiB"), "{told}");
         assert!(!notes(&plain).contains("4 bits"));
     }
+}
+
+#[test]
+fn qlora_trains_on_what_is_stored_and_on_what_it_quantizes_alike() {
+    let models = Models::new(true);
+    let folder = models.folder.path();
+    support::dataset(folder, 60);
+    let qlora = |model: &str, rest: &str| train(folder, model, &format!("kind = \"qlora\"\nr = 4\n{rest}"), "");
+    let (quantized, stored) = (qlora("tiny módel", ""), qlora("nf4", ""));
+    assert_eq!(losses(&quantized).len(), 6);
+    assert_eq!(losses(&quantized), losses(&stored), "quantizing while loading gives what is stored");
+    assert_eq!(losses(&stored), losses(&train(folder, "dequantized", "r = 4", "")), "in 4 bits and as their values");
+    assert!(!notes(&stored).contains("4 bits"), "nothing is held dequantized");
+    let resident = train(folder, "nf4", "kind = \"qlora\"\nr = 4", "[memory]\ndequantized = \"resident\"\n");
+    assert_eq!(losses(&resident), losses(&stored));
+    assert_ne!(losses(&qlora("tiny módel", "double_quant = false")), losses(&quantized), "scales in f32 are others");
+    // Peak memory of weights, as the run told it.
+    let weights = |events: &[TimedEvent]| {
+        let bytes = events.iter().find_map(|event| match &event.event {
+            RunEvent::Step { report, .. } => {
+                let found = report.memory.categories.iter().find(|c| c.category == MemoryCategory::Weights);
+                found.map(|c| c.peak_bytes)
+            }
+            _ => None,
+        });
+        bytes.unwrap()
+    };
+    assert!(weights(&stored) + 60_000 < weights(&resident), "{} of {}", weights(&stored), weights(&resident));
+}
+
+#[test]
+fn a_quantized_folder_is_that_of_bitsandbytes_and_is_not_written_over() {
+    let models = Models::new(true);
+    let folder = models.folder.path();
+    let quantize = |args: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tandem"));
+        command.current_dir(folder).env("TANDEM_HOME", folder.join("tandem"));
+        command.arg("quantize").args(args).output().unwrap()
+    };
+    let output = quantize(&["tiny módel", "ours", "--dtype", "f32"]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(String::from_utf8_lossy(&output.stdout).starts_with("ours: "));
+    let [ours, theirs] = [folder.join("ours"), models.nf4()].map(|path| {
+        let bytes = fs::read(path.join("model.safetensors")).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        let tensors = file.tensors().into_iter();
+        tensors
+            .map(|(name, view)| (name, (view.dtype(), view.shape().to_vec(), view.data().to_vec())))
+            .collect::<Tensors>()
+    });
+    assert!(ours.len() > 14 * 5 && ours == theirs, "every part of every weight");
+    let config: Value = serde_json::from_str(&fs::read_to_string(folder.join("ours/config.json")).unwrap()).unwrap();
+    assert_eq!(config["quantization_config"]["bnb_4bit_quant_type"], "nf4");
+    assert!(folder.join("ours/tokenizer.json").is_file());
+    let again = quantize(&["tiny módel", "ours"]);
+    assert!(!again.status.success() && String::from_utf8_lossy(&again.stderr).contains("ours"));
+    // What is in 4 bits already stays as it is; the rest is rounded as asked.
+    assert!(quantize(&["ours", "again"]).status.success());
+    let again = Checkpoint::open(&folder.join("again")).unwrap();
+    assert_eq!(again.tensor_f32(UP).unwrap(), Checkpoint::open(&models.nf4()).unwrap().tensor_f32(UP).unwrap());
 }
 
 #[test]

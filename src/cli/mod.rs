@@ -5,6 +5,7 @@ mod compare;
 mod data;
 mod estimate;
 mod fields;
+mod quantize;
 mod runs;
 mod signals;
 mod starter;
@@ -38,6 +39,8 @@ enum Command {
     Compare(Box<compare::CompareArgs>),
     /// Say what memory a run will take and how it would be trained, before it starts.
     Estimate(Box<estimate::EstimateArgs>),
+    /// Write a model with its linear layers in 4 bits (NF4), as bitsandbytes stores them.
+    Quantize(quantize::QuantizeArgs),
     /// List the runs on this machine.
     Runs(runs::RunsArgs),
     /// The starter model: a small real model to begin with.
@@ -63,6 +66,7 @@ pub fn main() -> ExitCode {
         Some(Command::Bench(args)) => bench::run(&args),
         Some(Command::Compare(args)) => compare::run(&args),
         Some(Command::Estimate(args)) => estimate::run(&args),
+        Some(Command::Quantize(args)) => quantize::run(&args),
         Some(Command::Runs(args)) => runs::run(&args),
         Some(Command::Starter(command)) => starter::run(&command),
     };

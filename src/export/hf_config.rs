@@ -3,7 +3,7 @@
 use std::f64::consts::PI;
 
 use anyhow::{Context as _, bail, ensure};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use crate::base::error::Result;
 use crate::formats::safetensors::Dtype;
@@ -41,6 +41,33 @@ pub fn with_dtype(text: &str, dtype: Dtype) -> Result<String> {
     if key == "dtype" && object.contains_key("torch_dtype") {
         object.insert("torch_dtype".to_owned(), torch_name(dtype)?.into());
     }
+    Ok(serde_json::to_string_pretty(&value)? + "\n")
+}
+
+/// As [`with_dtype`], of a model whose linear layers are stored in NF4: with the `quantization_config` that bitsandbytes' integration in Transformers
+/// writes.
+///
+/// # Errors
+/// As [`with_dtype`].
+pub fn with_nf4(text: &str, dtype: Dtype, double: bool) -> Result<String> {
+    let mut value: Value = serde_json::from_str(&with_dtype(text, dtype)?)?;
+    let quantization = json!({
+        "_load_in_4bit": true,
+        "_load_in_8bit": false,
+        "bnb_4bit_compute_dtype": torch_name(dtype)?,
+        "bnb_4bit_quant_storage": "uint8",
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": double,
+        "llm_int8_enable_fp32_cpu_offload": false,
+        "llm_int8_has_fp16_weight": false,
+        "llm_int8_skip_modules": null,
+        "llm_int8_threshold": 6.0,
+        "load_in_4bit": true,
+        "load_in_8bit": false,
+        "quant_method": "bitsandbytes",
+    });
+    let object = value.as_object_mut().context("it is JSON, but not an object")?;
+    object.insert("quantization_config".to_owned(), quantization);
     Ok(serde_json::to_string_pretty(&value)? + "\n")
 }
 

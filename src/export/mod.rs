@@ -3,3 +3,4 @@
 pub mod adapter;
 pub mod hf_config;
 pub mod model;
+pub mod nf4;

@@ -81,6 +81,11 @@ fn save_sharded<'a>(
     Ok(notes)
 }
 
+/// Name of one of several files of weights, counted from 0.
+pub(super) fn shard_name(number: usize, of: usize) -> String {
+    format!("model-{:05}-of-{of:05}.safetensors", number + 1)
+}
+
 /// The weights in the order of computation, split into files of at most `max_bytes` (a single larger weight has a file of
 /// its own).
 fn shards(config: &ModelConfig, dtype: Dtype, max_bytes: usize) -> Vec<Vec<TensorSpec>> {
@@ -115,25 +120,30 @@ fn write_weights<'a>(
     let mut map = Map::new();
     let mut total_bytes = 0;
     for (i, shard) in shards.iter().enumerate() {
-        let name = format!("model-{:05}-of-{:05}.safetensors", i + 1, shards.len());
+        let name = shard_name(i, shards.len());
         write(&folder.join(&name), &metadata, shard, |t| values(&t.name))?;
         for t in shard {
             total_bytes += t.num_bytes();
             map.insert(t.name.clone(), name.clone().into());
         }
     }
+    write_index(folder, map, total_bytes)
+}
+
+/// Writes the index of several files of weights: which tensor lies in which.
+pub(super) fn write_index(folder: &Path, weight_map: Map<String, Value>, total_bytes: usize) -> Result<()> {
     let mut index = Map::new();
     index.insert("metadata".to_owned(), Value::Object(Map::from_iter([("total_size".to_owned(), total_bytes.into())])));
-    index.insert("weight_map".to_owned(), Value::Object(map));
+    index.insert("weight_map".to_owned(), Value::Object(weight_map));
     write_text(&folder.join(INDEX_FILE), &(serde_json::to_string_pretty(&index)? + "\n"))
 }
 
-fn write_text(path: &Path, text: &str) -> Result<()> {
+pub(super) fn write_text(path: &Path, text: &str) -> Result<()> {
     files::write_atomic(path, |out| Ok(out.write_all(text.as_bytes())?))
 }
 
 /// Copy the files beside the weights; notes what is missing.
-fn copy_files(source: &Path, folder: &Path) -> Result<Vec<String>> {
+pub(super) fn copy_files(source: &Path, folder: &Path) -> Result<Vec<String>> {
     for name in COPIED {
         let from = source.join(name);
         if from.is_file() {

@@ -240,7 +240,7 @@ impl Nf4<'_> {
 }
 
 /// Rounds to the nearest value of a float type, ties to even.
-fn round(x: f32, dtype: Dtype) -> f32 {
+pub fn round(x: f32, dtype: Dtype) -> f32 {
     match dtype {
         Dtype::BF16 => bf16::from_f32(x).to_f32(),
         Dtype::F16 => f16::from_f32(x).to_f32(),

@@ -284,8 +284,8 @@ pub fn write<'a>(
     })
 }
 
-/// Write values in the given float type, rounding to nearest, ties to even.
-fn write_values(out: &mut dyn Write, dtype: Dtype, values: &[f32]) -> Result<()> {
+/// Write values in the given float type, little-endian, rounding to nearest, ties to even.
+pub fn write_values(out: &mut dyn Write, dtype: Dtype, values: &[f32]) -> Result<()> {
     let mut buffer = Vec::new();
     for part in values.chunks(64 * 1024) {
         buffer.clear();

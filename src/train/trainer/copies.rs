@@ -1,4 +1,4 @@
-//! What a step copied to host memory and back, from its spans.
+//! What offloading copied in a step, from its spans.
 
 use std::collections::HashSet;
 
