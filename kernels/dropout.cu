@@ -26,19 +26,21 @@ __device__ __forceinline__ uint4 philox(uint64_t seed, uint64_t stream, uint64_t
 
 }  // namespace
 
-/// y = mask ⊙ x / (1 − p), or, with `accumulate`, y += that. Four values a thread.
+/// y = mask ⊙ x / (1 − p), or, with `accumulate`, y += that. `first` is the number of the first value; a thread has the four values of one block of
+/// random words, as far as they are among the `n`.
 extern "C" __global__ void __launch_bounds__(256) dropout(const bf16* x, bf16* y, int64_t n, uint64_t seed, uint64_t stream,
-                                                          uint32_t threshold, float keep, int accumulate) {
-    const int64_t block = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-    const int64_t first = block * 4;
-    if (first >= n) return;
-    const uint4 words = philox(seed, stream, uint64_t(block));
+                                                          uint64_t first, uint32_t threshold, float keep, int accumulate) {
+    const uint64_t block = first / 4 + uint64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    const int64_t start = int64_t(block * 4) - int64_t(first);
+    if (start >= n) return;
+    const uint4 words = philox(seed, stream, block);
     const uint32_t bits[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-        if (first + j < n) {
-            const float value = bits[j] < threshold ? 0.0f : to_float(x[first + j]) * keep;
-            y[first + j] = to_bf16(accumulate ? to_float(y[first + j]) + value : value);
+        const int64_t i = start + j;
+        if (i >= 0 && i < n) {
+            const float value = bits[j] < threshold ? 0.0f : to_float(x[i]) * keep;
+            y[i] = to_bf16(accumulate ? to_float(y[i]) + value : value);
         }
     }
 }

@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(256) gather_rows(const bf16* x, con
     for (int i = width / 8 * 8 + threadIdx.x; i < width; i += blockDim.x) to[i] = from[i];
 }
 
-/// x[rows[r], ..width] = y [count, width]. One block a row; the rest of x was cleared before.
+/// x[rows[r], ..width] = y [count, width]. One block a row; the rest of x stays.
 extern "C" __global__ void __launch_bounds__(256) scatter_rows(const bf16* y, const int* rows, bf16* x, int width, int64_t stride) {
     const bf16* from = y + int64_t(blockIdx.x) * width;
     bf16* to = x + int64_t(rows[blockIdx.x]) * stride;

@@ -55,18 +55,18 @@ extern "C" __global__ void __launch_bounds__(256) document_positions(const int* 
 }
 
 /// Lets the rows of one document see its keys up to themselves, in a mask [·, stride] u32 of zeros (bits as in attention_mask.cu).
-/// Grid: a thread a word that the document touches, rows by blockIdx.y.
+/// Grid: rows by blockIdx.x, which has room for any number of them; a thread a word that the document touches.
 extern "C" __global__ void __launch_bounds__(128) mask_document(uint32_t* mask, int start, int end, int stride) {
-    const int row = start + blockIdx.y, word = start / 32 + blockIdx.x * blockDim.x + threadIdx.x;
+    const int row = start + blockIdx.x, word = start / 32 + blockIdx.y * blockDim.x + threadIdx.x;
     if (word * 32 > row) return;
     const int from = max(start - word * 32, 0), to = min(row + 1 - word * 32, 32);
     const uint32_t below = to == 32 ? 0xffffffffu : (1u << to) - 1;
     mask[static_cast<int64_t>(row) * stride + word] = below & ~((1u << from) - 1);
 }
 
-/// Hides what lies `window` or more keys behind a row. Grid: a thread a word, rows by blockIdx.y.
+/// Hides what lies `window` or more keys behind a row. Grid: rows by blockIdx.x; a thread a word.
 extern "C" __global__ void __launch_bounds__(128) mask_window(uint32_t* mask, int stride, int window) {
-    const int row = blockIdx.y, word = blockIdx.x * blockDim.x + threadIdx.x;
+    const int row = blockIdx.x, word = blockIdx.y * blockDim.x + threadIdx.x;
     const int first = row + 1 - window - word * 32;
     if (word >= stride || first <= 0) return;
     mask[static_cast<int64_t>(row) * stride + word] &= first >= 32 ? 0u : ~((1u << first) - 1);

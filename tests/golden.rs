@@ -16,12 +16,17 @@ use tandem::formats::safetensors::SafetensorsFile;
 use tandem::model::generate::greedy;
 use tandem::tensor::{Device, Precision};
 use tandem::train::batch::upload;
-use tandem::train::config::{Activations, AttentionPath, MethodConfig, MethodKind, OptimizerConfig, ScheduleKind};
+use tandem::train::config::{
+    Activations, AttentionPath, MemoryPolicy, MethodConfig, MethodKind, OptimizerConfig, ScheduleKind,
+};
 use tandem::train::switches::Switches;
 use tandem::train::trainer::{Trainer, TrainerSetup};
 
 /// f32 bound by norm for logits, gradients and losses (`tests/golden/README.md`).
 const F32_BOUND: f64 = 1e-4;
+/// What blocks keep, and rows of a tile of the MLP (0: all at once).
+const PASSES: [(Activations, usize); 3] =
+    [(Activations::Keep, 0), (Activations::Recompute, 0), (Activations::Recompute, 7)];
 /// Bound for adapters after several steps: AdamW amplifies tiny gradients.
 const ADAPTER_BOUND: f64 = 1e-2;
 
@@ -45,8 +50,9 @@ fn golden_gradients_of_every_parameter() {
     for family in Family::all() {
         let batch = family.batch();
         let weight = 1.0 / batch.num_label_tokens as f32;
-        for activations in [Activations::Keep, Activations::Recompute] {
+        for (activations, mlp_rows) in PASSES {
             let mut model = family.model(&device(2));
+            model.set_mlp_rows(mlp_rows);
             let (sum, grads) = full_gradients(&mut model, std::slice::from_ref(&batch), weight, activations);
             let mean = (sum / batch.num_label_tokens as f64) as f32;
             assert_close(&format!("{}: loss_mean", family.name), &[mean], &family.f32s("loss_mean"), F32_BOUND);
@@ -55,7 +61,7 @@ fn golden_gradients_of_every_parameter() {
                 let want = family.f32s(&format!("grad.{}", parameter.name));
                 let got = grads.get(id).unwrap().f32s();
                 assert_close(
-                    &format!("{}: {activations:?} grad.{}", family.name, parameter.name),
+                    &format!("{}: {activations:?}, tiles of {mlp_rows}, grad.{}", family.name, parameter.name),
                     got,
                     &want,
                     F32_BOUND,
@@ -71,8 +77,10 @@ fn golden_gradients_of_every_parameter() {
 #[test]
 fn golden_adapter_gradients_and_six_adamw_steps() {
     for family in Family::all() {
-        for activations in [Activations::Keep, Activations::Recompute] {
+        for (activations, mlp_rows) in PASSES {
             let mut trainer = family.lora_trainer(&device(2), activations);
+            let memory = MemoryPolicy { mlp_rows, ..MemoryPolicy::default() };
+            trainer.set_switches(Switches { memory, ..trainer.switches() });
             let batch = family.batch();
             let mut losses = Vec::new();
             for step in 0..family.f32s("lora_loss").len() {
@@ -221,7 +229,7 @@ fn golden_recompute_equals_keep_and_threads_do_not_matter_bit_for_bit() {
 fn golden_bf16_is_as_near_to_f32_as_bf16_in_transformers() {
     for family in Family::all() {
         let device = Device::cpu(2, Precision::Bf16).unwrap();
-        let ours = bf16_deviations(&family, &device, AttentionPath::Varlen);
+        let ours = bf16_deviations(&family, &device, AttentionPath::Varlen, 0);
         let logits = ours["logits"];
         let Some(theirs) = bf16_errors(&family) else {
             println!("{}: no bf16_errors.json; bf16 logits differ from f32 by {logits:.2e}", family.name);

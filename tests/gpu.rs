@@ -51,16 +51,17 @@ fn golden_families_on_the_gpu_are_as_near_to_f32_as_bf16_elsewhere() {
     println!("{}", gpu.describe());
     for family in Family::all() {
         let cpu = Device::cpu(0, Precision::Bf16).unwrap();
-        let mut theirs = bf16_deviations(&family, &cpu, AttentionPath::Varlen);
+        let mut theirs = bf16_deviations(&family, &cpu, AttentionPath::Varlen, 0);
         // The reference is bf16 elsewhere: Transformers' or the CPU form, whichever is further off.
         let others: HashMap<String, f64> = bf16_errors(&family).unwrap_or_default();
         for (name, error) in others {
             let known = theirs.get_mut(&name).unwrap();
             *known = known.max(error);
         }
-        for path in [AttentionPath::Varlen, AttentionPath::Masked] {
-            println!("{path:?}");
-            assert_within_bf16(&family, &bf16_deviations(&family, &gpu, path), &theirs);
+        let (varlen, masked) = (AttentionPath::Varlen, AttentionPath::Masked);
+        for (path, mlp_rows) in [(varlen, 0), (masked, 0), (varlen, 7), (varlen, 24)] {
+            println!("{path:?}, tiles of {mlp_rows}");
+            assert_within_bf16(&family, &bf16_deviations(&family, &gpu, path, mlp_rows), &theirs);
         }
     }
 }

@@ -15,7 +15,7 @@ use tandem::session::compare::{CompareEvent, CompareOptions, CompareReport, Vari
 use tandem::session::trace::{Trace, TraceSteps};
 use tandem::session::{
     ActivationsChoice, AttentionPath, CacheCounts, Dequantized, DeviceChoice, Metadata, MetadataPolicy, MethodKind,
-    OffloadPolicy, Precision, Switches,
+    OffloadPolicy, Optimization, Precision, Switches,
 };
 use tandem::tensor::Device;
 
@@ -68,6 +68,12 @@ pub struct BenchArgs {
     /// Where weights in 4 bits are dequantized to: scratch, resident.
     #[arg(long, value_delimiter = ',', default_value = "scratch", value_parser = dequantized)]
     dequantized: Vec<Dequantized>,
+    /// Most tokens that the MLP takes at one time where its activations are not kept; 0: all of a pass.
+    #[arg(long, value_delimiter = ',', default_value = "0")]
+    mlp_rows: Vec<usize>,
+    /// Most tokens of a pass into which the packs of a step are joined; 0: each has a pass of its own.
+    #[arg(long, value_delimiter = ',', default_value = "0")]
+    pass_tokens: Vec<usize>,
     /// Every pack is one document, instead of documents of about 512 tokens.
     #[arg(long)]
     one_document: bool,
@@ -78,7 +84,7 @@ pub struct BenchArgs {
     #[arg(long, default_value = "auto", value_parser = device)]
     device: DeviceChoice,
     /// Single operations at the sizes of an 8B model, instead of steps.
-    #[arg(long, conflicts_with_all = ["model", "tokens", "pack", "activations", "attention", "metadata", "metadata_entries", "buffers", "graphs", "warmup", "steps", "r"])]
+    #[arg(long, conflicts_with_all = ["model", "tokens", "pack", "activations", "attention", "metadata", "metadata_entries", "buffers", "graphs", "mlp_rows", "pass_tokens", "warmup", "steps", "r"])]
     ops: bool,
     /// One JSON object a row.
     #[arg(long)]
@@ -210,6 +216,8 @@ impl BenchArgs {
         });
         vary(self.graphs.len(), &|s, i| s.cuda_graphs = self.graphs[i]);
         vary(self.dequantized.len(), &|s, i| s.memory.dequantized = self.dequantized[i]);
+        vary(self.mlp_rows.len(), &|s, i| s.memory.mlp_rows = self.mlp_rows[i]);
+        vary(self.pass_tokens.len(), &|s, i| s.memory.pass_tokens = self.pass_tokens[i]);
         all
     }
 }
@@ -338,6 +346,9 @@ fn print_row(out: &mut impl io::Write, row: &BenchRow) -> io::Result<()> {
     )?;
     if let Some(why) = &row.unrecorded {
         writeln!(out, "  CUDA graphs are not used: {why}")?;
+    }
+    for choice in row.choices.iter().filter(|choice| !Optimization::ALL.contains(&choice.optimization)) {
+        writeln!(out, "  {}", choice.describe())?;
     }
     writeln!(
         out,

@@ -44,6 +44,23 @@ impl PackedBatch {
         batch
     }
 
+    /// Batches as one: their sequences, runs of padding included, one after another in that order. Positions, labels and boundaries stay those of each
+    /// sequence, so no document sees another.
+    pub fn joined<'a>(batches: impl IntoIterator<Item = &'a Self>) -> Self {
+        let mut all = Self { cu_seqlens: vec![0], ..Self::default() };
+        for batch in batches {
+            let before = all.input_ids.len() as i32;
+            all.input_ids.extend_from_slice(&batch.input_ids);
+            all.labels.extend_from_slice(&batch.labels);
+            all.position_ids.extend_from_slice(&batch.position_ids);
+            all.cu_seqlens.extend(batch.cu_seqlens.iter().skip(1).map(|end| before + end));
+            all.max_seqlen = all.max_seqlen.max(batch.max_seqlen);
+            all.num_label_tokens += batch.num_label_tokens;
+            all.num_padding_tokens += batch.num_padding_tokens;
+        }
+        all
+    }
+
     /// All tokens, padding included.
     pub fn total_tokens(&self) -> usize {
         self.input_ids.len()

@@ -177,6 +177,38 @@ fn a_document_cut_before_its_answer_is_left_out() {
     assert_eq!((split.batches.len(), split.counts.num_unsupervised, split.counts.num_lost_tokens), (1, 1, 6));
 }
 
+proptest! {
+    #[test]
+    fn joined_batches_hold_the_sequences_of_each(
+        lengths in prop::collection::vec(1usize..40, 1..30),
+        packing in any::<bool>(),
+        cut in any::<prop::sample::Index>(),
+    ) {
+        let options = PackOptions { packing, ..options(64, Overlong::Truncate) };
+        let batches = super::batches(&documents(&lengths), &options, 3).unwrap().batches;
+        let joined = PackedBatch::joined(&batches);
+        joined.check().unwrap();
+        // A sequence: ids, labels and positions.
+        let sequences = |batch: &PackedBatch| -> Vec<_> {
+            let of = |bounds: &[i32]| {
+                let range = bounds[0] as usize..bounds[1] as usize;
+                let [ids, labels, positions] =
+                    [&batch.input_ids, &batch.labels, &batch.position_ids].map(|all| all[range.clone()].to_vec());
+                (ids, labels, positions)
+            };
+            batch.cu_seqlens.windows(2).map(of).collect()
+        };
+        prop_assert_eq!(sequences(&joined), batches.iter().flat_map(sequences).collect::<Vec<_>>());
+        let sum = |of: fn(&PackedBatch) -> usize| batches.iter().map(of).sum::<usize>();
+        prop_assert_eq!(joined.num_label_tokens, sum(|b| b.num_label_tokens));
+        prop_assert_eq!(joined.num_padding_tokens, sum(|b| b.num_padding_tokens));
+        // In whatever groups they are joined.
+        let at = cut.index(batches.len() + 1);
+        let groups = [PackedBatch::joined(&batches[..at]), PackedBatch::joined(&batches[at..])];
+        prop_assert_eq!(PackedBatch::joined(&groups), joined);
+    }
+}
+
 #[test]
 fn check_finds_what_is_broken() {
     let good = PackedBatch::from_examples(&documents(&[4, 3]));

@@ -7,7 +7,7 @@ use super::{Context, Keep};
 use crate::ops::attention::{self, AttentionShape, Qkv, TileList};
 use crate::ops::qk_norm::{self, Heads, QkNorm};
 use crate::ops::rope::{self, RopeTable};
-use crate::tensor::{Indices, Tensor, ViewMut};
+use crate::tensor::{Indices, Tensor};
 
 /// What attention needs to know about the documents of a batch.
 #[derive(Debug, Clone, Copy)]
@@ -52,27 +52,29 @@ pub struct AttentionSaved {
     /// Output of the heads, with z of the output projection behind it.
     o: Tensor,
     softmax_lse: Tensor,
+    /// Input of the first projection with its z, where the backward pass follows at once.
+    h: Option<Tensor>,
     /// z of the first projection, where its input is not kept.
     z: Option<Tensor>,
 }
 
 impl Attention {
-    /// `h` [T, hidden] with room for adapters ([`Projection::input_shape`]) → `y = residual + attention` [T, hidden].
+    /// `h` [T, hidden] with room for adapters ([`Projection::input_shape`]) → what is kept, and `residual + attention` [T, hidden].
     pub fn forward(
         &self,
         ctx: &Context<'_>,
         sequences: Sequences<'_>,
-        h: &mut Tensor,
+        mut h: Tensor,
         residual: &Tensor,
-        y: &mut Tensor,
         keep: Keep,
-    ) -> AttentionSaved {
+    ) -> (AttentionSaved, Tensor) {
         let Sequences { tiles, rope: table, position_ids } = sequences;
         let (device, shape, rows) = (ctx.device, &self.shape, h.rows());
         let qk_width = shape.q_width() + shape.kv_width();
         let mut qkv = ctx.saved(&[rows, shape.qkv_width()]);
-        self.qkv_proj.forward(ctx, h, None, &mut qkv);
-        let z = if keep == Keep::Longest { self.qkv_proj.saved_z(ctx, h) } else { None };
+        self.qkv_proj.forward(ctx, &mut h, None, &mut qkv);
+        let z = if keep == Keep::Longest { self.qkv_proj.saved_z(ctx, &h) } else { None };
+        let h = (keep == Keep::Inputs).then_some(h);
         let qk = match self.norms(ctx) {
             None => {
                 rope::forward(device, qkv.first_columns_mut(qk_width), table, position_ids);
@@ -96,13 +98,17 @@ impl Attention {
             o.first_columns_mut(shape.q_width()),
             &mut softmax_lse,
         );
-        self.o_proj.forward(ctx, &mut o, Some(residual.view()), y);
-        AttentionSaved { qkv, qk, o, softmax_lse, z }
+        let mut y = ctx.saved(residual.shape());
+        self.o_proj.forward(ctx, &mut o, Some(residual.view()), &mut y);
+        (AttentionSaved { qkv, qk, o, softmax_lse, h, z }, y)
     }
 
-    /// Backward of [`Attention::forward`] but for the residual: from `dy` [T, hidden] with room for adapters
-    /// ([`Projection::output_shape`]), assigns `dh` [T, hidden] if given. `h` is [T, ≥hidden], with z
-    /// behind it where it was kept.
+    /// Backward of [`Attention::forward`] but for the residual: from `dy` [T, hidden] with room for adapters ([`Projection::output_shape`]), the
+    /// gradient of its input [T, hidden] if `need_dh`. `h` makes that input [T, ≥hidden] again, where it was not kept: it is asked last, when what
+    /// attention itself needs is done with.
+    ///
+    /// Held at most, besides `dy`: q, k and v with their gradients, attention's output and its gradient, and, with norms of q and k, these once more;
+    /// for Llama 3 8B's sizes 2·1.5 + 2 = 5 (with norms 6.25) times T×hidden values. Statistics of rows in f32 add 12 bytes a head and row.
     #[expect(clippy::too_many_arguments, reason = "the operands of one formula")]
     pub fn backward(
         &self,
@@ -110,26 +116,31 @@ impl Attention {
         grads: &mut Grads,
         sequences: Sequences<'_>,
         saved: AttentionSaved,
-        h: &Tensor,
+        h: impl FnOnce() -> Tensor,
         dy: &mut Tensor,
-        dh: Option<ViewMut<'_>>,
-    ) {
+        need_dh: bool,
+    ) -> Option<Tensor> {
         let Sequences { tiles, rope: table, position_ids } = sequences;
         let (device, shape) = (ctx.device, &self.shape);
-        let (rows, q_width) = (h.rows(), shape.q_width());
+        let AttentionSaved { qkv, qk, o, softmax_lse, h: kept, z } = saved;
+        let (rows, q_width) = (o.rows(), shape.q_width());
         let qk_width = q_width + shape.kv_width();
-        let o = saved.o.first_columns(q_width);
         let mut d_o = ctx.scratch(&[rows, q_width]);
-        self.o_proj.backward(ctx, grads, o, self.o_proj.z(&saved.o), dy, Some(d_o.view_mut()));
+        let out = o.first_columns(q_width);
+        self.o_proj.backward(ctx, grads, out, self.o_proj.z(&o), dy.view_mut(), Some(d_o.view_mut()));
         let mut dqkv = ctx.scratch(&self.qkv_proj.output_shape(device, rows));
-        let qkv = Qkv::of(shape, saved.qkv.view(), saved.qk.as_ref().map(Tensor::view));
-        let operands = attention::Saved { qkv, sinks: None, o, softmax_lse: &saved.softmax_lse };
+        let operands = attention::Saved {
+            qkv: Qkv::of(shape, qkv.view(), qk.as_ref().map(Tensor::view)),
+            sinks: None,
+            o: out,
+            softmax_lse: &softmax_lse,
+        };
         attention::backward(device, shape, tiles, &operands, &d_o, dqkv.first_columns_mut(shape.qkv_width()), None);
-        drop(d_o);
+        drop((d_o, o, softmax_lse, qk));
         match self.norms(ctx) {
             None => rope::backward(device, dqkv.first_columns_mut(qk_width), table, position_ids),
             Some(norms) => {
-                let x = saved.qkv.first_columns(qk_width);
+                let x = qkv.first_columns(qk_width);
                 for (heads, norm) in
                     self.qk_norm.iter().flat_map(|n| [(Heads::Query, n.q_norm), (Heads::Key, n.k_norm)])
                 {
@@ -141,8 +152,13 @@ impl Attention {
                 qk_norm::backward_in_place(device, &norms, table, position_ids, x, dqkv.first_columns_mut(qk_width));
             }
         }
-        let z = saved.z.as_ref().map(Tensor::view).or_else(|| self.qkv_proj.z(h));
-        self.qkv_proj.backward(ctx, grads, h.first_columns(self.qkv_proj.in_features), z, &mut dqkv, dh);
+        drop(qkv);
+        let h = kept.unwrap_or_else(h);
+        let z = z.as_ref().map(Tensor::view).or_else(|| self.qkv_proj.z(&h));
+        let x = h.first_columns(self.qkv_proj.in_features);
+        let mut dh = need_dh.then(|| ctx.scratch(&[rows, self.qkv_proj.in_features]));
+        self.qkv_proj.backward(ctx, grads, x, z, dqkv.view_mut(), dh.as_mut().map(Tensor::view_mut));
+        dh
     }
 
     fn norms<'a>(&self, ctx: &Context<'a>) -> Option<QkNorm<'a>> {

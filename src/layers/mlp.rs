@@ -5,7 +5,7 @@ use super::projection::{Linear, Projection};
 use super::{Context, Keep};
 use crate::ops::swiglu;
 use crate::ops::swiglu_lora::{self, Adapters, Gradients};
-use crate::tensor::{Tensor, View};
+use crate::tensor::{Tensor, View, ViewMut};
 
 /// The gated MLP of one block.
 #[derive(Debug, Clone)]
@@ -33,9 +33,9 @@ pub enum Output<'a> {
     /// The sum of the residual stream and the MLP's output is written.
     Write {
         /// Residual stream [T, hidden].
-        residual: &'a Tensor,
-        /// The sum.
-        y: &'a mut Tensor,
+        residual: View<'a>,
+        /// The sum [T, hidden].
+        y: ViewMut<'a>,
     },
     /// Nobody reads it: a recomputation needs only what is kept.
     Skip,
@@ -57,7 +57,7 @@ impl Mlp {
         let mut act = ctx.scratch(&self.down_proj.input_shape(ctx.device, rows));
         swiglu::forward(ctx.device, gate_up.first_columns(2 * inner), act.first_columns_mut(inner));
         match output {
-            Output::Write { residual, y } => self.down_proj.forward(ctx, &mut act, Some(residual.view()), y),
+            Output::Write { residual, y } => self.down_proj.forward(ctx, &mut act, Some(residual), y),
             Output::Skip => self.down_proj.fill_z(ctx, &mut act),
         }
         let z = [
@@ -76,7 +76,7 @@ impl Mlp {
         grads: &mut Grads,
         saved: MlpSaved,
         h: &dyn Fn() -> &'a Tensor,
-        dy: &mut Tensor,
+        dy: ViewMut<'_>,
     ) -> Tensor {
         let MlpSaved { mut gate_up, act, z: [z_gate_up, z_down] } = saved;
         let rows = gate_up.rows();
@@ -85,9 +85,9 @@ impl Mlp {
         let z_gate_up = z_gate_up.as_ref().map(Tensor::view).or_else(|| self.gate_up_proj.z(h()));
         if let Some((b, z)) = self.adapters_at_once(ctx).zip(z_gate_up) {
             self.backward_at_once(ctx, grads, b, z, &mut gate_up, dy);
-            self.gate_up_proj.a_gradients(ctx, grads, x(), &gate_up);
+            self.gate_up_proj.a_gradients(ctx, grads, x(), gate_up.view());
             let mut dh = dh();
-            self.gate_up_proj.input_gradient(ctx, &gate_up, dh.view_mut());
+            self.gate_up_proj.input_gradient(ctx, gate_up.view(), dh.view_mut());
             return dh;
         }
         let inner = self.down_proj.in_features;
@@ -104,7 +104,7 @@ impl Mlp {
         swiglu::backward_in_place(ctx.device, &d_act, gate_up.first_columns_mut(2 * inner));
         drop(d_act);
         let mut dh = dh();
-        self.gate_up_proj.backward(ctx, grads, x(), z_gate_up, &mut gate_up, Some(dh.view_mut()));
+        self.gate_up_proj.backward(ctx, grads, x(), z_gate_up, gate_up.view_mut(), Some(dh.view_mut()));
         dh
     }
 
@@ -117,10 +117,11 @@ impl Mlp {
         b: [ParamId; 2],
         z: View<'_>,
         gate_up: &mut Tensor,
-        dy: &mut Tensor,
+        mut dy: ViewMut<'_>,
     ) {
         let (down, rows) = (&self.down_proj, gate_up.rows());
-        down.fill_dz(ctx, dy);
+        down.fill_dz(ctx, dy.reborrow());
+        let dy = dy.as_view();
         let mut d_act = ctx.scratch(&[rows, down.in_features]);
         down.input_gradient(ctx, dy, d_act.view_mut());
         let mut z_down = ctx.scratch(&[rows, down.adapter_columns]);
@@ -130,7 +131,7 @@ impl Mlp {
         let adapters = Adapters {
             a_down: down.a(ctx),
             b: self.gate_up_proj.b(ctx),
-            dz_down: dy.view().columns(down.out_features, down.adapter_columns),
+            dz_down: dy.columns(down.out_features, down.adapter_columns),
             z,
             scale_down: down.scale(),
             scale_gate_up: self.gate_up_proj.scale(),

@@ -24,6 +24,8 @@ pub struct Context<'a> {
     pub params: &'a Params,
     /// Dropout of this micro-batch; `None` in evaluation.
     pub dropout: Option<DropoutState>,
+    /// Number of the first row in its pass: 0, but in a tile of rows.
+    pub first_row: usize,
 }
 
 /// What a forward pass keeps for the backward pass.
@@ -53,11 +55,21 @@ impl DropoutState {
     /// (2²⁸ steps of 2¹⁶ micro-batches over 2²⁰ layers).
     pub fn key(self, layer: u32) -> DropoutKey {
         let stream = (self.step << 36) | (u64::from(self.micro_batch & 0xFFFF) << 20) | u64::from(layer & 0xF_FFFF);
-        DropoutKey { seed: self.seed, stream }
+        DropoutKey { seed: self.seed, stream, first: 0 }
     }
 }
 
-impl Context<'_> {
+impl<'a> Context<'a> {
+    /// For the rows of a pass from the first one on.
+    pub fn new(device: &'a Device, params: &'a Params, dropout: Option<DropoutState>) -> Self {
+        Self { device, params, dropout, first_row: 0 }
+    }
+
+    /// For a tile of rows that begins at row `first` of these: dropout drops there what it would drop in the whole.
+    pub fn tile(&self, first: usize) -> Self {
+        Self { first_row: self.first_row + first, ..*self }
+    }
+
     /// A tensor that lives no longer than a block's pass; its values are not set.
     pub fn scratch(&self, shape: &[usize]) -> Tensor {
         self.device.empty(MemoryCategory::Workspace, shape)

@@ -3,7 +3,7 @@
 use super::Context;
 use super::parameter::{Grads, ParamId};
 use crate::ops::rms_norm;
-use crate::tensor::{Tensor, ViewMut};
+use crate::tensor::{Tensor, View, ViewMut};
 
 /// RMSNorm over `width` values.
 #[derive(Debug, Clone, Copy)]
@@ -18,7 +18,8 @@ pub struct RmsNorm {
 
 impl RmsNorm {
     /// `x` [R, width] → `y`, same shape, and `rstd` [R] for the backward pass.
-    pub fn forward<'y>(&self, ctx: &Context<'_>, x: &Tensor, y: impl Into<ViewMut<'y>>) -> Tensor {
+    pub fn forward<'x, 'y>(&self, ctx: &Context<'_>, x: impl Into<View<'x>>, y: impl Into<ViewMut<'y>>) -> Tensor {
+        let x = x.into();
         let mut rstd = ctx.saved_f32(&[x.rows()]);
         rms_norm::forward(ctx.device, x, ctx.params.operand(self.weight), self.eps, y, &mut rstd);
         rstd
@@ -26,11 +27,11 @@ impl RmsNorm {
 
     /// Backward of [`RmsNorm::forward`]: `dx` assigned, or added to with `accumulate`.
     #[expect(clippy::too_many_arguments, reason = "the operands of one formula")]
-    pub fn backward<'d>(
+    pub fn backward<'x, 'd>(
         &self,
         ctx: &Context<'_>,
         grads: &mut Grads,
-        x: &Tensor,
+        x: impl Into<View<'x>>,
         rstd: &Tensor,
         dy: &Tensor,
         accumulate: bool,

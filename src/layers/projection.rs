@@ -16,9 +16,10 @@
 //! The caller keeps x with z behind it, or z alone where x can be made again. Backward besides: `dW += dyᵀ·x`, `dB += dyᵀ·z`, `dA += dzᵀ·drop(x)`.
 //! With dropout the adapters' part of `dx` passes the mask by itself.
 
-use super::Context;
 use super::matrix::Hold;
 use super::parameter::{Grads, MatrixId, ParamId, Part};
+use super::{Context, DropoutState};
+use crate::ops::dropout::DropoutKey;
 use crate::ops::{adapter, dropout, elementwise, matmul};
 use crate::tensor::{Device, MemoryCategory, Tensor, View, ViewMut};
 
@@ -133,12 +134,12 @@ impl Projection {
         let Some(lora) = self.lora() else { return };
         let (device, columns) = (ctx.device, self.adapter_columns);
         match ctx.dropout.filter(|_| lora.dropout > 0.0) {
-            None => matmul::extend_nt(device, lora.scale, x, self.a(ctx)),
+            None => matmul::extend_nt(device, lora.scale, &mut *x, self.a(ctx)),
             Some(_) => {
                 // Columns that only align the others stay zero.
                 let mut z = device.zeros(MemoryCategory::Workspace, &[x.rows(), columns]);
                 for lora in self.linears.iter().filter_map(|linear| linear.lora) {
-                    if let Some(dropped) = drop_input(ctx, &lora, x.first_columns(self.in_features)) {
+                    if let Some(dropped) = self.drop_input(ctx, &lora, x.first_columns(self.in_features)) {
                         let (a, z) = (self.adapters(ctx, lora.first, lora.r), z.view_mut().columns(lora.first, lora.r));
                         matmul::nt(device, lora.scale, &dropped, a, 0.0, z);
                     }
@@ -171,11 +172,11 @@ impl Projection {
         grads: &mut Grads,
         x: View<'_>,
         z: Option<View<'_>>,
-        dy: &mut Tensor,
+        mut dy: ViewMut<'_>,
         dx: Option<ViewMut<'_>>,
     ) {
         for linear in &self.linears {
-            let dy = dy.view().columns(linear.first, linear.out_features);
+            let dy = dy.as_view().columns(linear.first, linear.out_features);
             if let Some(dweight) = grads.get_mut(linear.weight) {
                 matmul::tn(ctx.device, 1.0, dy, x, 1.0, dweight);
             }
@@ -189,61 +190,62 @@ impl Projection {
                 let (ids, scale): (Vec<ParamId>, f32) = (adapters.map(|lora| lora.b).collect(), self.scale());
                 let widths: Vec<usize> = self.linears.iter().map(|linear| linear.out_features).collect();
                 let db = &mut grads.several_mut(&ids);
-                adapter::b_gradients_and_dz(ctx.device, scale, dy, &widths, z, self.b(ctx), db);
+                adapter::b_gradients_and_dz(ctx.device, scale, dy.reborrow(), &widths, z, self.b(ctx), db);
             }
             (z, _) => {
                 if let Some(z) = z {
-                    self.b_gradients(ctx, grads, z, dy);
+                    self.b_gradients(ctx, grads, z, dy.as_view());
                 }
-                self.fill_dz(ctx, dy);
+                self.fill_dz(ctx, dy.reborrow());
             }
         }
-        self.a_gradients(ctx, grads, x, dy);
+        self.a_gradients(ctx, grads, x, dy.as_view());
         if let Some(dx) = dx {
-            self.input_gradient(ctx, dy, dx);
+            self.input_gradient(ctx, dy.as_view(), dx);
         }
     }
 
     /// `dB += dyᵀ·z` of every adapter, with `z` [T, R] and `dy` [T, ≥N].
-    pub fn b_gradients(&self, ctx: &Context<'_>, grads: &mut Grads, z: View<'_>, dy: &Tensor) {
+    pub fn b_gradients(&self, ctx: &Context<'_>, grads: &mut Grads, z: View<'_>, dy: View<'_>) {
         for linear in &self.linears {
             if let Some(lora) = linear.lora
                 && let Some(db) = grads.get_mut(lora.b)
             {
-                let dy = dy.view().columns(linear.first, linear.out_features);
+                let dy = dy.columns(linear.first, linear.out_features);
                 adapter::b_gradient(ctx.device, dy, z.columns(lora.first, lora.r), db);
             }
         }
     }
 
     /// Writes dz behind the columns of `dy` [T, ≥N + R].
-    pub fn fill_dz(&self, ctx: &Context<'_>, dy: &mut Tensor) {
+    pub fn fill_dz(&self, ctx: &Context<'_>, mut dy: ViewMut<'_>) {
         let Some(lora) = self.lora() else { return };
-        matmul::extend_nn(ctx.device, lora.scale, dy, self.b(ctx));
-        elementwise::round(ctx.device, dy.view_mut().columns(self.out_features, self.adapter_columns));
+        matmul::extend_nn(ctx.device, lora.scale, dy.reborrow(), self.b(ctx));
+        elementwise::round(ctx.device, dy.columns(self.out_features, self.adapter_columns));
     }
 
     /// `dA += dzᵀ·drop(x)` of all adapters, with `x` [T, in] and dz behind `dy` [T, ≥N + R].
-    pub fn a_gradients(&self, ctx: &Context<'_>, grads: &mut Grads, x: View<'_>, dy: &Tensor) {
+    pub fn a_gradients(&self, ctx: &Context<'_>, grads: &mut Grads, x: View<'_>, dy: View<'_>) {
         if let Some(da) = grads.stacked_mut(self.matrix) {
-            self.adapter_gradients(ctx, x, dy.view().columns(self.out_features, self.adapter_columns), da);
+            self.adapter_gradients(ctx, x, dy.columns(self.out_features, self.adapter_columns), da);
         }
     }
 
     /// Assigns `dx` [T, in] from `dy` [T, ≥N + R] with dz behind it.
-    pub fn input_gradient(&self, ctx: &Context<'_>, dy: &Tensor, mut dx: ViewMut<'_>) {
+    pub fn input_gradient(&self, ctx: &Context<'_>, dy: View<'_>, mut dx: ViewMut<'_>) {
         let (device, n, r) = (ctx.device, self.out_features, self.adapter_columns);
         let dropping = ctx.dropout.filter(|_| self.lora().is_some_and(|lora| lora.dropout > 0.0));
         let inner = if dropping.is_some() { n } else { n + r };
         let matrix = ctx.params.matrix(self.matrix);
         let weight = matrix.view().row_range(0, inner).columns(0, self.in_features);
-        matmul::nn(device, 1.0, dy.first_columns(inner), weight, 0.0, dx.reborrow());
+        matmul::nn(device, 1.0, dy.columns(0, inner), weight, 0.0, dx.reborrow());
         if let Some(state) = dropping {
             let mut through = ctx.scratch(&[dx.rows(), self.in_features]);
             for lora in self.linears.iter().filter_map(|linear| linear.lora) {
-                let dz = dy.view().columns(n + lora.first, lora.r);
+                let dz = dy.columns(n + lora.first, lora.r);
                 matmul::nn(device, 1.0, dz, self.adapters(ctx, lora.first, lora.r), 0.0, &mut through);
-                dropout::backward_accumulate(device, state.key(lora.index), lora.dropout, &through, dx.reborrow());
+                let key = self.dropout_key(ctx, state, &lora);
+                dropout::backward_accumulate(device, key, lora.dropout, &through, dx.reborrow());
             }
         }
         elementwise::round(device, dx);
@@ -284,7 +286,7 @@ impl Projection {
     fn adapter_gradients(&self, ctx: &Context<'_>, x: View<'_>, dz: View<'_>, da: &mut Tensor) {
         let mut at_once = true;
         for lora in self.linears.iter().filter_map(|linear| linear.lora) {
-            if let Some(dropped) = drop_input(ctx, &lora, x) {
+            if let Some(dropped) = self.drop_input(ctx, &lora, x) {
                 let da = da.view_mut().row_range(lora.first, lora.r);
                 matmul::tn(ctx.device, 1.0, dz.columns(lora.first, lora.r), &dropped, 1.0, da);
                 at_once = false;
@@ -300,14 +302,19 @@ impl Projection {
         let (matrix, row, cols) = (self.matrix, self.out_features + first, self.in_features);
         ctx.params.part(&Part { matrix, row, col: 0, rows: count, cols })
     }
-}
 
-/// The adapter's input after dropout; `None` when nothing is dropped.
-fn drop_input(ctx: &Context<'_>, lora: &Lora, x: View<'_>) -> Option<Tensor> {
-    let state = ctx.dropout.filter(|_| lora.dropout > 0.0)?;
-    let mut dropped = ctx.scratch(&[x.rows(), x.cols()]);
-    dropout::forward(ctx.device, state.key(lora.index), lora.dropout, x, &mut dropped);
-    Some(dropped)
+    /// The adapter's input after dropout; `None` when nothing is dropped.
+    fn drop_input(&self, ctx: &Context<'_>, lora: &Lora, x: View<'_>) -> Option<Tensor> {
+        let state = ctx.dropout.filter(|_| lora.dropout > 0.0)?;
+        let mut dropped = ctx.scratch(&[x.rows(), x.cols()]);
+        dropout::forward(ctx.device, self.dropout_key(ctx, state, lora), lora.dropout, x, &mut dropped);
+        Some(dropped)
+    }
+
+    /// What the mask of an adapter's input depends on: it goes by the row of the pass, whichever tile the row is in.
+    fn dropout_key(&self, ctx: &Context<'_>, state: DropoutState, lora: &Lora) -> DropoutKey {
+        DropoutKey { first: (ctx.first_row * self.in_features) as u64, ..state.key(lora.index) }
+    }
 }
 
 #[cfg(test)]

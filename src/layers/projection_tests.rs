@@ -67,17 +67,17 @@ fn gradients_agree_with_finite_differences_with_and_without_dropout_and_padding(
         let mut dx = device.empty(MemoryCategory::Workspace, &[ROWS, IN]);
         let mut grads = Grads::new(&params);
         {
-            let ctx = Context { device: &device, params: &params, dropout };
+            let ctx = Context::new(&device, &params, dropout);
             let (_, input) = forward(&ctx, &projection, x.f32s());
             let saved = projection.saved_z(&ctx, &input);
             assert_eq!(saved.as_ref().unwrap().to_vec(), projection.z(&input).unwrap().to_vec());
             let mut dy = ctx.scratch(&projection.output_shape(&device, ROWS));
             dy.first_columns_mut(N).set(&gradient);
             let z = saved.as_ref().map(Tensor::view);
-            projection.backward(&ctx, &mut grads, x.view(), z, &mut dy, Some(dx.view_mut()));
+            projection.backward(&ctx, &mut grads, x.view(), z, dy.view_mut(), Some(dx.view_mut()));
         }
         let loss = |params: &Params, x: &[f32]| {
-            let ctx = Context { device: &device, params, dropout };
+            let ctx = Context::new(&device, params, dropout);
             dot(&gradient, &forward(&ctx, &projection, x).0)
         };
         assert_gradient("dx", x.f32s(), dx.f32s(), |x| loss(&params, x));
@@ -99,7 +99,7 @@ fn a_residual_is_added_and_a_layer_without_adapter_gets_none() {
     let (params, mut projection) = layer(&device, 0.0, R);
     let mut values = Values::new(3);
     let (x, residual) = (values.vec(ROWS * IN), values.tensor(&device, &[ROWS, N]));
-    let ctx = Context { device: &device, params: &params, dropout: None };
+    let ctx = Context::new(&device, &params, None);
     let (plain, _) = forward(&ctx, &projection, &x);
     let with_residual = |projection: &Projection| {
         let mut input = ctx.scratch(&projection.input_shape(&device, ROWS));
@@ -122,7 +122,7 @@ fn dropout_keeps_the_mean_and_touches_the_adapter_alone() {
     let device = cpu(2);
     let (mut params, projection) = layer(&device, 0.25, R);
     let x = Values::new(8).vec(ROWS * IN);
-    let run = |params: &Params, dropout| forward(&Context { device: &device, params, dropout }, &projection, &x).0;
+    let run = |params: &Params, dropout| forward(&Context::new(&device, params, dropout), &projection, &x).0;
     let plain = run(&params, None);
     let mut mean = vec![0.0f32; plain.len()];
     let steps = 3000;
@@ -176,7 +176,7 @@ fn weights_in_4_bits_give_what_their_values_give_and_are_made_once_while_they_ar
         let linears = linears.collect();
         let projection = Projection { linears, matrix, in_features: cols, out_features: N, adapter_columns: 2 * r };
         let mut grads = Grads::new(&params);
-        let ctx = Context { device: &device, params: &params, dropout: None };
+        let ctx = Context::new(&device, &params, None);
         let _held = held.then(|| projection.hold(&ctx));
         let made = [(); 2].map(|()| match params.matrix(matrix) {
             Operand::Lasting(_) => None,
@@ -193,7 +193,7 @@ fn weights_in_4_bits_give_what_their_values_give_and_are_made_once_while_they_ar
         dy.first_columns_mut(N).set(&gradient);
         let mut dx = ctx.scratch(&[ROWS, cols]);
         let z = projection.z(&input);
-        projection.backward(&ctx, &mut grads, input.first_columns(cols), z, &mut dy, Some(dx.view_mut()));
+        projection.backward(&ctx, &mut grads, input.first_columns(cols), z, dy.view_mut(), Some(dx.view_mut()));
         let mut all = vec![y.to_vec(), dx.to_vec()];
         all.extend(params.ids().filter_map(|id| grads.get(id)).map(|grad| grad.to_vec()));
         all

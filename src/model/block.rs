@@ -9,8 +9,8 @@ use crate::layers::norm::RmsNorm;
 use crate::layers::parameter::Grads;
 use crate::layers::projection::Projection;
 use crate::layers::{Context, Keep};
-use crate::tensor::Tensor;
 use crate::tensor::phase::{Pass, Phase};
+use crate::tensor::{Tensor, View, ViewMut};
 
 /// The linear layers of a block: those on one input are one projection.
 pub const PROJECTIONS: [&[&str]; 4] = [
@@ -41,11 +41,19 @@ pub struct Block {
 #[derive(Debug)]
 pub struct BlockSaved {
     attn: AttentionSaved,
+    /// `rstd` of the norm before attention.
+    rstd: Tensor,
     /// Residual stream between attention and MLP.
     middle: Tensor,
-    mlp: MlpSaved,
-    /// Where the backward pass follows at once, what the projections of attention and MLP read.
-    inputs: Option<(Normed, Normed)>,
+    mlp: SavedOrAgain,
+}
+
+/// What the backward pass of the MLP begins with.
+#[derive(Debug)]
+enum SavedOrAgain {
+    Saved(Box<MlpSaved>),
+    /// The residual stream before it: the rest is computed again, tile by tile.
+    Again(Keep),
 }
 
 /// A normalized input, with room for adapters, and its `rstd`.
@@ -55,54 +63,112 @@ struct Normed {
     rstd: Tensor,
 }
 
+/// Rows that the MLP takes at one time.
+///
+/// Where its activations are kept there is one tile. Elsewhere tiles are of nearly equal height, so that the last one is no remainder that costs a pass
+/// over the weights: what the MLP works with then is held for one tile only.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Tiling {
+    rows: usize,
+    tile: usize,
+}
+
+/// Rows of a tile are a multiple of this, where as many were asked for: what products work in.
+const TILE_ALIGNMENT: usize = 64;
+
+impl Tiling {
+    /// `rows` rows in tiles of at most `mlp_rows`; 0 means one tile.
+    pub fn new(rows: usize, mlp_rows: usize) -> Self {
+        let tile = match rows.div_ceil(if mlp_rows == 0 { rows.max(1) } else { mlp_rows }) {
+            0 | 1 => rows,
+            tiles => {
+                let even = rows.div_ceil(tiles);
+                Some(even.next_multiple_of(TILE_ALIGNMENT)).filter(|aligned| *aligned <= mlp_rows).unwrap_or(even)
+            }
+        };
+        Self { rows, tile }
+    }
+
+    /// First row and number of rows of each tile.
+    pub fn tiles(self) -> impl Iterator<Item = (usize, usize)> {
+        let Self { rows, tile } = self;
+        (0..rows).step_by(tile.max(1)).map(move |first| (first, tile.min(rows - first)))
+    }
+
+    /// Whether there is more than one tile.
+    pub fn is_split(self) -> bool {
+        self.tile < self.rows
+    }
+}
+
 impl Block {
-    /// `x` [T, hidden] → the block's output [T, hidden], and, with `keep`, what the backward pass needs besides `x`.
+    /// `x` [T, hidden] → the block's output [T, hidden], and, with `keep`, what the backward pass needs besides `x`. Without it the MLP runs over
+    /// tiles of at most `mlp_rows` rows (0: over all at once).
+    ///
+    /// With tiles of few rows, most is held while attention's output is projected: `x`, q, k and v, that output, and the residual stream behind it; with
+    /// norms of q and k, these once more. For Llama 3 8B's sizes, where q, k and v take 1.5 T×hidden values, that is 4.5 (with norms 5.75) of them.
     pub fn forward(
         &self,
         ctx: &Context<'_>,
         sequences: Sequences<'_>,
         x: &Tensor,
         keep: bool,
+        mlp_rows: usize,
     ) -> (Tensor, Option<BlockSaved>) {
-        let mut out = ctx.saved(x.shape());
         let wanted = if keep { Keep::Longest } else { Keep::Nothing };
-        let saved = self.run(ctx, sequences, x, Some(&mut out), wanted);
-        (out, keep.then_some(saved))
+        let (attn, rstd, middle) = self.attend(ctx, sequences, x, wanted);
+        let attn = keep.then_some(attn);
+        let mut out = ctx.saved(x.shape());
+        let _phase = ctx.device.clock().enter(Phase::Mlp, Pass::Forward, Some(self.index));
+        if let Some(attn) = attn {
+            let output = Output::Write { residual: middle.view(), y: out.view_mut() };
+            let mlp = Box::new(self.mlp_forward(ctx, middle.view(), output, wanted).1);
+            return (out, Some(BlockSaved { attn, rstd, middle, mlp: SavedOrAgain::Saved(mlp) }));
+        }
+        let tiling = Tiling::new(x.rows(), mlp_rows);
+        let [gate_up, down] = [&self.mlp.gate_up_proj, &self.mlp.down_proj];
+        // Made once for all tiles, where they are made of weights in 4 bits.
+        let _held = tiling.is_split().then(|| [gate_up.hold(ctx), down.hold(ctx)]);
+        for (first, rows) in tiling.tiles() {
+            let residual = middle.view().row_range(first, rows);
+            let output = Output::Write { residual, y: out.view_mut().row_range(first, rows) };
+            self.mlp_forward(&ctx.tile(first), residual, output, wanted);
+        }
+        (out, None)
     }
 
-    /// What [`Block::forward`] keeps, computed again. The last product of the MLP feeds only the output, so it is left out. The backward pass
+    /// What [`Block::forward`] keeps, computed again up to the residual stream before the MLP: the backward pass makes the rest again as it goes. It
     /// follows at once, so what it would have to make again may be kept ([`Keep::Inputs`]), which takes two activations more.
     pub fn recompute(&self, ctx: &Context<'_>, sequences: Sequences<'_>, x: &Tensor, keep: Keep) -> BlockSaved {
-        self.run(ctx, sequences, x, None, keep)
+        let (attn, rstd, middle) = self.attend(ctx, sequences, x, keep);
+        BlockSaved { attn, rstd, middle, mlp: SavedOrAgain::Again(keep) }
     }
 
-    fn run(
+    /// The attention's part: what it keeps, `rstd` of its norm, and the residual stream behind it.
+    fn attend(
         &self,
         ctx: &Context<'_>,
         sequences: Sequences<'_>,
         x: &Tensor,
-        out: Option<&mut Tensor>,
         keep: Keep,
-    ) -> BlockSaved {
-        let clock = ctx.device.clock();
-        let phase = clock.enter(Phase::Attention, Pass::Forward, Some(self.index));
-        let mut attn_in = normed(ctx, &self.input_layernorm, &self.self_attn.qkv_proj, x);
-        let mut middle = ctx.saved(x.shape());
-        let attn = self.self_attn.forward(ctx, sequences, &mut attn_in.h, x, &mut middle, keep);
-        let attn_in = (keep == Keep::Inputs).then_some(attn_in);
-        drop(phase);
-
-        let _phase = clock.enter(Phase::Mlp, Pass::Forward, Some(self.index));
-        let mut mlp_in = normed(ctx, &self.post_attention_layernorm, &self.mlp.gate_up_proj, &middle);
-        let output = out.map_or(Output::Skip, |y| Output::Write { residual: &middle, y });
-        let mlp = self.mlp.forward(ctx, &mut mlp_in.h, output, keep);
-        BlockSaved { attn, middle, mlp, inputs: attn_in.map(|attn_in| (attn_in, mlp_in)) }
+    ) -> (AttentionSaved, Tensor, Tensor) {
+        let _phase = ctx.device.clock().enter(Phase::Attention, Pass::Forward, Some(self.index));
+        let Normed { h, rstd } = normed(ctx, &self.input_layernorm, &self.self_attn.qkv_proj, x.view());
+        let (attn, middle) = self.self_attn.forward(ctx, sequences, h, x, keep);
+        (attn, rstd, middle)
     }
 
-    /// Keeps the matrices that both [`Self::recompute`] and [`Self::backward`] read while the holds live, where they are made of weights in 4 bits.
-    pub fn hold<'a>(&self, ctx: &Context<'a>) -> [Hold<'a>; 3] {
-        let (attention, mlp) = (&self.self_attn, &self.mlp);
-        [&attention.qkv_proj, &attention.o_proj, &mlp.gate_up_proj].map(|projection| projection.hold(ctx))
+    /// The MLP's part over the rows of `middle` [rows, hidden].
+    fn mlp_forward(&self, ctx: &Context<'_>, middle: View<'_>, output: Output<'_>, keep: Keep) -> (Normed, MlpSaved) {
+        let mut input = normed(ctx, &self.post_attention_layernorm, &self.mlp.gate_up_proj, middle);
+        let saved = self.mlp.forward(ctx, &mut input.h, output, keep);
+        (input, saved)
+    }
+
+    /// Keeps the matrices of attention that both [`Self::recompute`] and [`Self::backward`] read while the holds live, where they are made of weights
+    /// in 4 bits. Those of the MLP are read in its backward pass alone, which holds them.
+    pub fn hold<'a>(&self, ctx: &Context<'a>) -> [Hold<'a>; 2] {
+        [&self.self_attn.qkv_proj, &self.self_attn.o_proj].map(|projection| projection.hold(ctx))
     }
 
     /// Columns that the gradient of the residual stream needs: those of the hidden size, and room for adapters of what reads it.
@@ -113,7 +179,12 @@ impl Block {
 
     /// Backward of [`Block::forward`]: turns the gradient of the output into that of `x`, in the first columns of `dx`
     /// [T, ≥ [`Self::gradient_columns`]]. Without `need_dx` the result is not that gradient, and the work for it is not done: nothing before
-    /// this block trains.
+    /// this block trains. After [`Self::recompute`] the MLP runs over tiles of at most `mlp_rows` rows (0: over all at once), forward and backward.
+    ///
+    /// With tiles of few rows and [`Keep::Longest`], most is held in the backward pass of attention itself: `x` and `dx` besides what
+    /// [`Attention::backward`] counts, for Llama 3 8B's sizes 7 (with norms of q and k 8.25) T×hidden values; activations that come back from the
+    /// host into a second buffer take one more. The MLP's tiles run beside `x`, `dx`, the residual stream before them and what attention saved: 5.5
+    /// (6.75).
     #[expect(clippy::too_many_arguments, reason = "the operands of one formula")]
     pub fn backward(
         &self,
@@ -124,28 +195,58 @@ impl Block {
         saved: BlockSaved,
         dx: &mut Tensor,
         need_dx: bool,
+        mlp_rows: usize,
     ) {
-        let clock = ctx.device.clock();
-        let hidden = x.cols();
-        let BlockSaved { attn, middle, mlp, inputs } = saved;
-        let (attn_in, mlp_in) = inputs.unzip();
-        let phase = clock.enter(Phase::Mlp, Pass::Backward, Some(self.index));
-        // What the projections read is not kept in a long run: a norm is one pass over memory to make again.
-        let norm = &self.post_attention_layernorm;
-        let kept = mlp_in.map_or_else(OnceCell::new, OnceCell::from);
-        let mlp_in = || kept.get_or_init(|| normed(ctx, norm, &self.mlp.gate_up_proj, &middle));
-        let mut dh = self.mlp.backward(ctx, grads, mlp, &|| &mlp_in().h, dx);
-        norm.backward(ctx, grads, &middle, &mlp_in().rstd, &dh, true, dx.first_columns_mut(hidden));
-        drop((kept, middle, phase));
-
-        let _phase = clock.enter(Phase::Attention, Pass::Backward, Some(self.index));
-        let norm = &self.input_layernorm;
-        let attn_in = attn_in.unwrap_or_else(|| normed(ctx, norm, &self.self_attn.qkv_proj, x));
-        let need_dh = need_dx || ctx.params.is_trainable(norm.weight);
-        self.self_attn.backward(ctx, grads, sequences, attn, &attn_in.h, dx, need_dh.then(|| dh.view_mut()));
-        if need_dh {
-            norm.backward(ctx, grads, x, &attn_in.rstd, &dh, true, dx.first_columns_mut(hidden));
+        let BlockSaved { attn, rstd, middle, mlp } = saved;
+        match mlp {
+            SavedOrAgain::Saved(mlp) => self.mlp_backward(ctx, grads, middle.view(), None, *mlp, dx.view_mut()),
+            SavedOrAgain::Again(keep) => {
+                let tiling = Tiling::new(x.rows(), mlp_rows);
+                // Gate and up are read in both passes of every tile, down in the backward pass alone.
+                let _gate_up = self.mlp.gate_up_proj.hold(ctx);
+                let _down = tiling.is_split().then(|| self.mlp.down_proj.hold(ctx));
+                // The normed input of a tile is little.
+                let keep = if tiling.is_split() { Keep::Inputs } else { keep };
+                for (first, rows) in tiling.tiles() {
+                    let ctx = &ctx.tile(first);
+                    let middle = middle.view().row_range(first, rows);
+                    let (input, saved) = {
+                        let _phase = ctx.device.clock().enter(Phase::Recompute, Pass::Backward, Some(self.index));
+                        self.mlp_forward(ctx, middle, Output::Skip, keep)
+                    };
+                    let input = (keep == Keep::Inputs).then_some(input);
+                    self.mlp_backward(ctx, grads, middle, input, saved, dx.view_mut().row_range(first, rows));
+                }
+            }
         }
+        drop(middle);
+
+        let _phase = ctx.device.clock().enter(Phase::Attention, Pass::Backward, Some(self.index));
+        let norm = &self.input_layernorm;
+        let h = || normed(ctx, norm, &self.self_attn.qkv_proj, x.view()).h;
+        let need_dh = need_dx || ctx.params.is_trainable(norm.weight);
+        if let Some(dh) = self.self_attn.backward(ctx, grads, sequences, attn, h, dx, need_dh) {
+            norm.backward(ctx, grads, x, &rstd, &dh, true, dx.first_columns_mut(x.cols()));
+        }
+    }
+
+    /// Backward of the MLP's part over the rows of `middle` [rows, hidden]: the gradient of its output in `dx` [rows, ≥hidden] becomes that of `middle`.
+    /// Its normed input, where that was not kept, is made again when it is needed: a norm is one pass over memory.
+    fn mlp_backward(
+        &self,
+        ctx: &Context<'_>,
+        grads: &mut Grads,
+        middle: View<'_>,
+        input: Option<Normed>,
+        saved: MlpSaved,
+        mut dx: ViewMut<'_>,
+    ) {
+        let _phase = ctx.device.clock().enter(Phase::Mlp, Pass::Backward, Some(self.index));
+        let norm = &self.post_attention_layernorm;
+        let kept = input.map_or_else(OnceCell::new, OnceCell::from);
+        let input = || kept.get_or_init(|| normed(ctx, norm, &self.mlp.gate_up_proj, middle));
+        let dh = self.mlp.backward(ctx, grads, saved, &|| &input().h, dx.reborrow());
+        norm.backward(ctx, grads, middle, &input().rstd, &dh, true, dx.columns(0, middle.cols()));
     }
 
     /// The block's projections in the order of [`PROJECTIONS`].
@@ -163,8 +264,34 @@ impl Block {
 }
 
 /// The input of a projection: `x` [T, hidden] normalized, with room for the projection's adapters.
-fn normed(ctx: &Context<'_>, norm: &RmsNorm, projection: &Projection, x: &Tensor) -> Normed {
+fn normed(ctx: &Context<'_>, norm: &RmsNorm, projection: &Projection, x: View<'_>) -> Normed {
     let mut h = ctx.scratch(&projection.input_shape(ctx.device, x.rows()));
     let rstd = norm.forward(ctx, x, h.first_columns_mut(x.cols()));
     Normed { h, rstd }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_cover_every_row_once_and_are_of_nearly_equal_height() {
+        let tiles = |rows, mlp_rows| Tiling::new(rows, mlp_rows).tiles().collect::<Vec<_>>();
+        assert_eq!(tiles(43, 0), [(0, 43)]);
+        assert_eq!(tiles(43, 43), [(0, 43)]);
+        assert_eq!(tiles(0, 7), []);
+        assert_eq!(tiles(16, 7), [(0, 6), (6, 6), (12, 4)]);
+        assert_eq!(tiles(8200, 4096), [(0, 2752), (2752, 2752), (5504, 2696)], "not 4096, 4096 and 8");
+        assert_eq!(tiles(8192, 4096), [(0, 4096), (4096, 4096)]);
+        for (rows, mlp_rows) in [(1, 1), (1000, 1), (80_000, 4096), (200_000, 3000), (129, 128), (65, 64), (130, 100)] {
+            let mut next = 0;
+            for (first, count) in tiles(rows, mlp_rows) {
+                assert_eq!(first, next, "{rows} in {mlp_rows}");
+                assert!(count > 0 && count <= mlp_rows, "{rows} in {mlp_rows}: {count}");
+                next += count;
+            }
+            assert_eq!(next, rows);
+            assert!(tiles(rows, mlp_rows).len() <= rows.div_ceil(mlp_rows), "{rows} in {mlp_rows}");
+        }
+    }
 }

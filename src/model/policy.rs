@@ -52,7 +52,7 @@ impl Placement {
     }
 }
 
-/// Where a model and its training put what takes memory.
+/// Where a model and its training put what takes memory, and how much they work on at one time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct MemoryPolicy {
@@ -62,6 +62,10 @@ pub struct MemoryPolicy {
     pub optimizer_state: Placement,
     /// What weights in 4 bits are multiplied as.
     pub dequantized: Dequantized,
+    /// Most rows (tokens) that the MLP of a block takes at one time where its activations are not kept; 0: all of a pass.
+    pub mlp_rows: usize,
+    /// Most tokens of a pass into which packs of a step are joined; 0: each pack has a pass of its own.
+    pub pass_tokens: usize,
 }
 
 /// How attention knows which tokens of a pack see each other. Both give the same, up to the order of sums.

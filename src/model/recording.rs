@@ -43,6 +43,7 @@ struct Kind {
     total_tokens: usize,
     activations: Activations,
     attention: AttentionPath,
+    mlp_rows: usize,
     /// With offload: how, and with which memory.
     offload: Option<(OffloadPolicy, u64)>,
 }
@@ -166,7 +167,8 @@ impl Transformer {
             let offload = self.offload();
             (offload.policy(), offload.generation())
         });
-        let kind = Kind { total_tokens: batch.total_tokens(), activations: options.activations, attention, offload };
+        let (total_tokens, mlp_rows) = (batch.total_tokens(), self.mlp_rows());
+        let kind = Kind { total_tokens, activations: options.activations, attention, mlp_rows, offload };
         // A device that has failed does nothing until the step ends, whichever way.
         let usable = recordings.unused.is_none() && !gpu.has_failed();
         let Some(place) = usable.then(|| recordings.place(kind)).flatten() else {
@@ -273,7 +275,7 @@ impl Transformer {
     }
 
     /// Whether an adapter drops inputs in training.
-    fn drops(&self) -> bool {
+    pub fn drops(&self) -> bool {
         let projections = self.blocks.iter().flat_map(|block| block.projections());
         let mut adapters = projections.flat_map(|projection| &projection.linears).filter_map(|linear| linear.lora);
         adapters.any(|lora| lora.dropout > 0.0)
@@ -285,7 +287,13 @@ mod tests {
     use super::*;
 
     fn kind(total_tokens: usize) -> Kind {
-        Kind { total_tokens, activations: Activations::Keep, attention: AttentionPath::Varlen, offload: None }
+        Kind {
+            total_tokens,
+            activations: Activations::Keep,
+            attention: AttentionPath::Varlen,
+            mlp_rows: 0,
+            offload: None,
+        }
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use anyhow::ensure;
 
 use super::batch::DeviceBatch;
-use super::block::{Block, BlockSaved};
+use super::block::{Block, BlockSaved, Tiling, Tiling};
 use super::config::ModelConfig;
 use super::lora::LoraSpec;
 use super::metadata::{CacheCounts, CacheEntry, MetadataCache, MetadataPolicy, SequenceMetadata};
@@ -39,6 +39,7 @@ pub struct Transformer {
     /// Why the embedding's table is on the device although it was to be in host memory.
     embedding_refused: Option<String>,
     attention_path: AttentionPath,
+    mlp_rows: usize,
     metadata: MetadataCache,
     pub(super) offload: Mutex<Offload>,
     inv_freq: Vec<f32>,
@@ -116,6 +117,7 @@ impl Transformer {
             head,
             embedding_refused,
             attention_path: AttentionPath::default(),
+            mlp_rows: 0,
             metadata: MetadataCache::new(MetadataPolicy::default(), config.windows().len()),
             offload: Mutex::default(),
             inv_freq: rotary::inv_freq(config),
@@ -198,6 +200,17 @@ impl Transformer {
     /// Why the embedding's table lies on the device although it was to lie in host memory.
     pub fn embedding_refused(&self) -> Option<&str> {
         self.embedding_refused.as_deref()
+    }
+
+    /// Sets how many rows the MLP of a block takes at most at one time where its activations are not kept, in every pass from now on. A new model
+    /// takes all of them, which 0 means.
+    pub fn set_mlp_rows(&mut self, mlp_rows: usize) {
+        self.mlp_rows = mlp_rows;
+    }
+
+    /// What [`Self::set_mlp_rows`] set.
+    pub(super) fn mlp_rows(&self) -> usize {
+        self.mlp_rows
     }
 
     /// Sets where layers get what they know of the documents, in every pass from now on. A new model keeps it in a cache.
@@ -309,9 +322,11 @@ impl Transformer {
                     return None;
                 }
             }
-            let keep = i >= first && activations == Activations::Keep;
+            // The backward pass of the last block follows at once: what it keeps is held when little else is.
+            let is_last = i + 1 == self.blocks.len() && !Tiling::new(x.rows(), self.mlp_rows).is_split();
+            let keep = i >= first && (activations == Activations::Keep || is_last);
             let metadata = metadata(block, Pass::Forward);
-            let (out, saved) = block.forward(ctx, metadata.sequences(batch), &x, keep);
+            let (out, saved) = block.forward(ctx, metadata.sequences(batch), &x, keep, self.mlp_rows);
             let input = std::mem::replace(&mut x, out);
             if i >= first {
                 let x = match carrier {
@@ -373,8 +388,10 @@ impl Transformer {
                 return None;
             }
         }
-        // Who offloads is short of memory.
-        let keep = if travel.is_some() { Keep::Longest } else { Keep::Inputs };
+        // Who offloads or takes the MLP in tiles is short of memory.
+        let mlp_rows = self.mlp_rows;
+        let short = travel.is_some() || Tiling::new(batch.total_tokens(), mlp_rows).is_split();
+        let keep = if short { Keep::Longest } else { Keep::Inputs };
         let first = self.first_trained_block();
         let embedding_trains = self.params.is_trainable(self.embed_tokens.weight);
         for (block, Kept { x, saved }) in self.blocks[first..].iter().zip(kept).rev() {
@@ -393,7 +410,7 @@ impl Transformer {
                 (block.recompute(ctx, metadata.sequences(batch), &x, keep), metadata)
             });
             let need_dx = embedding_trains || block.index as usize > first;
-            block.backward(ctx, grads, metadata.sequences(batch), &x, saved, dx, need_dx);
+            block.backward(ctx, grads, metadata.sequences(batch), &x, saved, dx, need_dx, mlp_rows);
             if let Some(travel) = &mut travel {
                 travel.done(x);
             }
@@ -439,13 +456,13 @@ impl Transformer {
                 return None;
             }
             let metadata = self.metadata(batch, block.window, Pass::Forward);
-            x = block.forward(ctx, metadata.sequences(batch), &x, false).0;
+            x = block.forward(ctx, metadata.sequences(batch), &x, false, self.mlp_rows).0;
         }
         Some(x)
     }
 
     pub(super) fn context(&self, dropout: Option<DropoutState>) -> Context<'_> {
-        Context { device: &self.device, params: &self.params, dropout }
+        Context::new(&self.device, &self.params, dropout)
     }
 
     /// Builds what layers need to know about the documents of `batch`, where that is kept: before a pass, whose memory is given back when it is done.

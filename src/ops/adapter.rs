@@ -6,7 +6,7 @@ use std::mem::offset_of;
 
 use super::{elementwise, matmul};
 use crate::tensor::cuda::Launch;
-use crate::tensor::{Device, Gpu, MemoryCategory, Tensor, View};
+use crate::tensor::{Device, Gpu, MemoryCategory, Tensor, View, ViewMut};
 
 /// Layers of one projection.
 const MAX_LAYERS: usize = 3;
@@ -119,7 +119,7 @@ pub fn b_gradient(device: &Device, dy: View<'_>, z: View<'_>, db: &mut Tensor) {
 pub fn b_gradients_and_dz(
     device: &Device,
     scale: f32,
-    dy: &mut Tensor,
+    mut dy: ViewMut<'_>,
     widths: &[usize],
     z: View<'_>,
     b: View<'_>,
@@ -133,18 +133,18 @@ pub fn b_gradients_and_dz(
     assert!(db.iter().zip(widths).all(|(db, width)| db.len() == width * r), "gradients of adapters' B");
     match (device, Kernel::choose(r, true)) {
         (Device::Cuda(gpu), Some(kernel)) if layers <= MAX_LAYERS => {
-            let dz = dy.view().columns(n, z.cols());
-            let pass = Pass { y: dy.first_columns(n), z, r, widths, across: false, b: Some((b, scale, dz)) };
+            let dz = dy.as_view().columns(n, z.cols());
+            let pass = Pass { y: dy.as_view().columns(0, n), z, r, widths, across: false, b: Some((b, scale, dz)) };
             pass.launch(gpu, kernel, db.iter().map(|db| db.pointer()));
         }
         _ => {
             let mut first = 0;
             for (layer, (db, &width)) in db.iter_mut().zip(widths).enumerate() {
-                matmul::tn(device, 1.0, dy.view().columns(first, width), z.columns(layer * r, r), 1.0, &mut **db);
+                matmul::tn(device, 1.0, dy.as_view().columns(first, width), z.columns(layer * r, r), 1.0, &mut **db);
                 first += width;
             }
-            matmul::extend_nn(device, scale, dy, b);
-            elementwise::round(device, dy.view_mut().columns(n, z.cols()));
+            matmul::extend_nn(device, scale, dy.reborrow(), b);
+            elementwise::round(device, dy.columns(n, z.cols()));
         }
     }
 }
@@ -236,7 +236,8 @@ mod tests {
         let [mut first, mut second] = widths.map(|width| device.zeros_f32(MemoryCategory::Workspace, &[width, r]));
         first.f32s_mut().fill(1.0);
         device.run(|| {
-            b_gradients_and_dz(&device, scale, &mut dy, &widths, z.view(), b.view(), &mut [&mut first, &mut second]);
+            let db = &mut [&mut first, &mut second];
+            b_gradients_and_dz(&device, scale, dy.view_mut(), &widths, z.view(), b.view(), db);
         });
         let at = |x: &[f32], cols: usize, row: usize, col: usize| x[row * cols + col];
         let want: Vec<f32> = (0..n * r)

@@ -113,38 +113,37 @@ pub fn round<'x>(device: &Device, x: impl Into<ViewMut<'x>>) {
     }
 }
 
-/// `y [R, H] = x[rows[r], :]`.
-pub fn gather_rows(device: &Device, x: &Tensor, rows: &Indices, y: &mut Tensor) {
+/// `y [R, H] = x[rows[first + r], :]`: a run of `rows` from number `first` on.
+pub fn gather_rows(device: &Device, x: &Tensor, rows: &Indices, first: usize, y: &mut Tensor) {
     let width = x.cols();
-    assert_eq!((y.cols(), y.rows()), (width, rows.len()), "shapes of gather_rows");
+    assert!(y.cols() == width && first + y.rows() <= rows.len(), "shapes of gather_rows");
     match device {
         Device::Cpu(_) => {
-            for (y, &row) in y.f32s_mut().chunks_exact_mut(width).zip(rows.i32s()) {
+            for (y, &row) in y.f32s_mut().chunks_exact_mut(width).zip(&rows.i32s()[first..]) {
                 y.copy_from_slice(&x.f32s()[row as usize * width..][..width]);
             }
         }
         Device::Cuda(gpu) => {
-            let args = kernel_args![x.pointer(), rows.pointer(), y.pointer(), width as i32];
-            gpu.launch("gather_rows", Launch::new(rows.len(), 256), args);
+            let args = kernel_args![x.pointer(), rows.pointer() + 4 * first as u64, y.pointer(), width as i32];
+            gpu.launch("gather_rows", Launch::new(y.rows(), 256), args);
         }
     }
 }
 
-/// `x = 0`, then `x[rows[r], ..H] = y [R, H]`; `x` may have more than H columns. `rows` names no row twice.
-pub fn scatter_rows(device: &Device, y: &Tensor, rows: &Indices, x: &mut Tensor) {
+/// `x[rows[first + r], ..H] = y [R, H]`, the others stay; `x` may have more than H columns. `rows` names no row twice.
+pub fn scatter_rows(device: &Device, y: &Tensor, rows: &Indices, first: usize, x: &mut Tensor) {
     let (width, stride) = (y.cols(), x.cols());
-    assert!(y.rows() == rows.len() && width <= stride, "shapes of scatter_rows");
+    assert!(first + y.rows() <= rows.len() && width <= stride, "shapes of scatter_rows");
     match device {
         Device::Cpu(_) => {
-            x.f32s_mut().fill(0.0);
-            for (y, &row) in y.f32s().chunks_exact(width).zip(rows.i32s()) {
+            for (y, &row) in y.f32s().chunks_exact(width).zip(&rows.i32s()[first..]) {
                 x.f32s_mut()[row as usize * stride..][..width].copy_from_slice(y);
             }
         }
         Device::Cuda(gpu) => {
-            x.fill_zero();
-            let args = kernel_args![y.pointer(), rows.pointer(), x.pointer(), width as i32, stride as i64];
-            gpu.launch("scatter_rows", Launch::new(rows.len(), 256), args);
+            let rows = rows.pointer() + 4 * first as u64;
+            let args = kernel_args![y.pointer(), rows, x.pointer(), width as i32, stride as i64];
+            gpu.launch("scatter_rows", Launch::new(y.rows(), 256), args);
         }
     }
 }
@@ -162,14 +161,14 @@ mod tests {
     use crate::ops::testing::{Values, cpu};
 
     #[test]
-    fn scatter_undoes_gather_and_zeroes_the_rest() {
+    fn scatter_undoes_gather_and_leaves_the_rest() {
         let device = cpu(1);
         let x = Values::new(2).tensor(&device, &[4, 3]);
-        let rows = device.indices(MemoryCategory::Metadata, vec![1, 3]);
+        let rows = device.indices(MemoryCategory::Metadata, vec![2, 1, 3]);
         let mut y = device.empty(MemoryCategory::Workspace, &[2, 3]);
-        gather_rows(&device, &x, &rows, &mut y);
-        let mut back = device.empty(MemoryCategory::Workspace, &[4, 3]);
-        scatter_rows(&device, &y, &rows, &mut back);
+        gather_rows(&device, &x, &rows, 1, &mut y);
+        let mut back = device.zeros(MemoryCategory::Workspace, &[4, 3]);
+        scatter_rows(&device, &y, &rows, 1, &mut back);
         let want: Vec<f32> = (0..12).map(|i| if i / 3 % 2 == 1 { x.f32s()[i] } else { 0.0 }).collect();
         assert_eq!(back.f32s(), want);
     }

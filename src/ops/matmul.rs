@@ -15,7 +15,7 @@ use super::elementwise;
 use super::matmul_plan::{Card, choose};
 use crate::tensor::cuda::Launch;
 use crate::tensor::cuda::blaslt::{Form, Operands, Shape};
-use crate::tensor::{Device, Gpu, MemoryCategory, Tensor, View, ViewMut};
+use crate::tensor::{Device, Gpu, MemoryCategory, View, ViewMut};
 
 /// A matrix inside a slice: `(i, j)` is at `i·row_stride + j·col_stride`.
 #[derive(Debug, Clone, Copy)]
@@ -206,25 +206,25 @@ pub fn tn<'a, 'b, 'c>(
 }
 
 /// The columns of `x` [M, ≥K + N] behind its first K become `alpha · x[:, ..K] · b [N, K]ᵀ`.
-pub fn extend_nt<'b>(device: &Device, alpha: f32, x: &mut Tensor, b: impl Into<View<'b>>) {
+pub fn extend_nt<'x, 'b>(device: &Device, alpha: f32, x: impl Into<ViewMut<'x>>, b: impl Into<View<'b>>) {
     let b = b.into();
-    extend(device, Form::Nt, alpha, x, b.cols(), b.rows(), b);
+    extend(device, Form::Nt, alpha, x.into(), b.cols(), b.rows(), b);
 }
 
 /// The columns of `x` [M, ≥K + N] behind its first K become `alpha · x[:, ..K] · b [K, N]`.
-pub fn extend_nn<'b>(device: &Device, alpha: f32, x: &mut Tensor, b: impl Into<View<'b>>) {
+pub fn extend_nn<'x, 'b>(device: &Device, alpha: f32, x: impl Into<ViewMut<'x>>, b: impl Into<View<'b>>) {
     let b = b.into();
-    extend(device, Form::Nn, alpha, x, b.rows(), b.cols(), b);
+    extend(device, Form::Nn, alpha, x.into(), b.rows(), b.cols(), b);
 }
 
-fn extend(device: &Device, form: Form, alpha: f32, x: &mut Tensor, k: usize, n: usize, b: View<'_>) {
+fn extend(device: &Device, form: Form, alpha: f32, mut x: ViewMut<'_>, k: usize, n: usize, b: View<'_>) {
     assert!(k + n <= x.cols(), "a matrix of {} columns has no room for {n} behind {k}", x.cols());
     match device {
         Device::Cpu(_) => {
-            let (rows, stride) = (x.rows(), x.cols());
+            let (rows, stride) = (x.rows(), x.stride());
             let b = if form == Form::Nt { Mat::from(b).t() } else { b.into() };
             let start = x.f32s_mut().as_mut_ptr();
-            // SAFETY: rows of `stride` values each: columns 0..k are read, columns k..k + n are written (checked above), so nothing that
+            // SAFETY: rows `stride` values apart: columns 0..k are read, columns k..k + n are written (checked above), so nothing that
             // is written is read, and both lie inside the tensor, which is borrowed mutably.
             unsafe {
                 let c = start.add(k);
@@ -232,7 +232,7 @@ fn extend(device: &Device, form: Form, alpha: f32, x: &mut Tensor, k: usize, n: 
             }
         }
         Device::Cuda(gpu) => {
-            let (a, c) = (x.view().columns(0, k), x.view().columns(k, n));
+            let (a, c) = (x.as_view().columns(0, k), x.as_view().columns(k, n));
             launch(gpu, form, k, alpha, a, b, 0.0, c, c);
         }
     }

@@ -9,21 +9,22 @@ use super::vector::dot;
 use super::{MIN_ROWS_PER_TASK, elementwise};
 use crate::kernel_args;
 use crate::tensor::cuda::Launch;
-use crate::tensor::{Device, MemoryCategory, Precision, Tensor, ViewMut};
+use crate::tensor::{Device, MemoryCategory, Precision, Tensor, View, ViewMut};
 
 /// Rows whose weight gradients are added up before they meet the others: fixed, so that the sum does not depend on threads.
 const ROWS_PER_PARTIAL: usize = 64;
 
-/// `x` [R, H], `weight` [H] → `y` [R, H], `rstd` [R].
-pub fn forward<'y>(
+/// `x` [R, H] (rows without a gap), `weight` [H] → `y` [R, H], `rstd` [R].
+pub fn forward<'x, 'y>(
     device: &Device,
-    x: &Tensor,
+    x: impl Into<View<'x>>,
     weight: &Tensor,
     eps: f32,
     y: impl Into<ViewMut<'y>>,
     rstd: &mut Tensor,
 ) {
-    let (mut y, width) = (y.into(), weight.len());
+    let (x, mut y, width) = (x.into(), y.into(), weight.len());
+    assert!(x.is_contiguous(), "rms_norm reads rows that follow each other without a gap");
     assert_eq!((x.rows(), x.cols(), y.cols(), rstd.len()), (y.rows(), width, width, x.rows()), "shapes of rms_norm");
     match device {
         Device::Cpu(cpu) => {
@@ -77,17 +78,18 @@ pub(super) fn gradient(
 
 /// Backward of [`forward`]: `dx` assigned (or, with `accumulate`, added to what it holds); `dweight` [H], if given, accumulates.
 #[expect(clippy::too_many_arguments, reason = "the operands of one formula")]
-pub fn backward<'d>(
+pub fn backward<'x, 'd>(
     device: &Device,
     dy: &Tensor,
-    x: &Tensor,
+    x: impl Into<View<'x>>,
     weight: &Tensor,
     rstd: &Tensor,
     accumulate: bool,
     dx: impl Into<ViewMut<'d>>,
     dweight: Option<&mut Tensor>,
 ) {
-    let (mut dx, width) = (dx.into(), weight.len());
+    let (x, mut dx, width) = (x.into(), dx.into(), weight.len());
+    assert!(x.is_contiguous(), "rms_norm reads rows that follow each other without a gap");
     let shape = (x.rows(), width);
     assert_eq!(((dx.rows(), dx.cols()), (dy.rows(), dy.cols())), (shape, shape), "shapes of rms_norm backward");
     assert_eq!((x.cols(), rstd.len()), (width, x.rows()), "shapes of rms_norm backward");

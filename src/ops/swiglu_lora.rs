@@ -145,7 +145,7 @@ pub fn backward(
                 let dy = gate_up.view().columns(i * inner, inner);
                 matmul::tn(device, 1.0, dy, z.columns(i * r, r), 1.0, db);
             }
-            matmul::extend_nn(device, scale_gate_up, gate_up, b);
+            matmul::extend_nn(device, scale_gate_up, &mut *gate_up, b);
             elementwise::round(device, gate_up.view_mut().columns(2 * inner, 2 * r));
         }
         Device::Cuda(gpu) => {

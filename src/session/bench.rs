@@ -78,6 +78,11 @@ impl BenchOptions {
             "tokens ({tokens}) must be a multiple of pack ({pack})"
         );
         ensure!(steps >= 1, "at least one step must be measured");
+        let joined = self.switches.memory.pass_tokens;
+        ensure!(
+            joined == 0 || (joined >= pack && tokens > pack),
+            "pass_tokens ({joined}) joins packs of a step: it must be at least pack ({pack}), and tokens ({tokens}) several packs"
+        );
         ensure!(self.method.has_adapters(), "only methods with adapters are measured");
         Ok(())
     }

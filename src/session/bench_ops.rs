@@ -217,7 +217,7 @@ mod tests {
     #[test]
     fn every_operation_gets_a_rate() {
         let rows = run(&Device::cpu(0, Precision::F32).unwrap()).unwrap();
-        assert_eq!(rows.len(), 9 + 12 + 10);
+        assert_eq!(rows.len(), 10 + 12 + 10);
         for row in rows {
             let rate = row.gb_per_sec.or(row.tflops).unwrap();
             assert!(rate.is_finite() && rate > 0.0 && row.ms > 0.0, "{row:?}");

@@ -309,6 +309,10 @@ pub struct MemoryConfig {
     pub optimizer_state: PlacementChoice,
     /// What weights in 4 bits are multiplied as.
     pub dequantized: DequantizedChoice,
+    /// Most tokens that the MLP of a block takes at one time; 0 leaves it to Tandem.
+    pub mlp_rows: usize,
+    /// Most tokens of a pass into which packs of a step are joined; 0 leaves it to Tandem.
+    pub pass_tokens: usize,
 }
 
 impl MemoryConfig {
@@ -325,6 +329,8 @@ impl MemoryConfig {
                 Dequantized::Scratch => DequantizedChoice::Scratch,
                 Dequantized::Resident => DequantizedChoice::Resident,
             },
+            mlp_rows: policy.mlp_rows,
+            pass_tokens: policy.pass_tokens,
         }
     }
 
@@ -337,6 +343,8 @@ impl MemoryConfig {
                 DequantizedChoice::Auto | DequantizedChoice::Scratch => Dequantized::Scratch,
                 DequantizedChoice::Resident => Dequantized::Resident,
             },
+            mlp_rows: self.mlp_rows,
+            pass_tokens: self.pass_tokens,
         }
     }
 }

@@ -8,7 +8,7 @@ use super::*;
 use crate::data::example::Example;
 use crate::model::metadata::MetadataPolicy;
 use crate::model::testing::{VOCAB, tiny};
-use crate::ops::testing::{Values, cpu};
+use crate::ops::testing::{Values, assert_close, cpu};
 use crate::tensor::offload::Faults;
 use crate::tensor::{Device, MemoryCategory};
 use crate::train::config::{
@@ -307,4 +307,149 @@ fn a_configuration_sets_the_switches() {
     assert_eq!((switches.activations, switches.cuda_graphs), (Activations::Offload, false));
     assert_eq!(switches.metadata, MetadataPolicy { metadata: Metadata::Published, capacity: 1 });
     assert_eq!((switches.offload.headroom_bytes, switches.offload.pinned_bytes), (3 << 20, Some(1 << 29)));
+}
+
+/// Trainers of two models for the tests of tiles: norms of q and k and alternating windows, and biases; with LoRA, dropout, and every parameter.
+fn trainers_of(device: &Device, switches: Switches) -> Vec<(String, Trainer)> {
+    let models = [
+        (
+            "qwen3",
+            json!({"model_type": "qwen3", "use_sliding_window": true, "sliding_window": 6, "max_window_layers": 1}),
+        ),
+        ("biases", json!({"attention_bias": true, "mlp_bias": true, "tie_word_embeddings": true})),
+    ];
+    let methods = [
+        ("lora", MethodConfig { r: 4, ..MethodConfig::default() }),
+        ("dropout", MethodConfig { r: 4, lora_dropout: 0.3, ..MethodConfig::default() }),
+        ("full", MethodConfig { kind: MethodKind::Full, ..MethodConfig::default() }),
+    ];
+    let mut all = Vec::new();
+    for (model, config) in &models {
+        for (name, method) in &methods {
+            let optimizer = OptimizerConfig { max_grad_norm: 0.0, ..OptimizerConfig::default() };
+            let setup = TrainerSetup { method: method.clone(), optimizer, switches, seed: 3, total_steps: 20 };
+            let mut trainer = Trainer::new(tiny(device, config), setup).unwrap();
+            // B of fresh adapters is zero: gradients of A would be too. Large ones would make rounding large.
+            let ids: Vec<_> = trainer.model().adapters().map(|(id, p)| (id, p.len())).collect();
+            let mut values = Values::new(5);
+            for (id, len) in ids {
+                trainer
+                    .model_mut()
+                    .params_mut()
+                    .set(id, &values.vec(len).iter().map(|x| 0.1 * x).collect::<Vec<f32>>());
+            }
+            all.push((format!("{model}, {name}"), trainer));
+        }
+    }
+    all
+}
+
+/// Loss and gradients of one step.
+fn gradients_of(trainer: &mut Trainer, batches: &[PackedBatch]) -> (f64, Vec<(String, Vec<f32>)>, StepReport) {
+    let report = trainer.step_and_wait(batches, 0.0, &NEVER).unwrap().unwrap();
+    let trained = trainer.model.params().iter().filter(|(_, parameter)| parameter.trainable);
+    let of = |id, name: &str| (name.to_owned(), trainer.grads.get(id).unwrap().to_vec());
+    (report.loss, trained.map(|(id, parameter)| of(id, &parameter.name)).collect(), report)
+}
+
+fn peak_of_passes(report: &StepReport) -> u64 {
+    let held = |category| matches!(category, MemoryCategory::Activations | MemoryCategory::Workspace);
+    report.memory.categories.iter().filter(|c| held(c.category)).map(|c| c.peak_bytes).sum()
+}
+
+#[test]
+fn an_mlp_in_tiles_gives_the_same_up_to_the_order_of_sums_and_takes_less_memory() {
+    let batches = batches(&[20, 13, 1]);
+    for activations in [Activations::Recompute, Activations::Offload] {
+        let of = |mlp_rows| {
+            let memory = MemoryPolicy { mlp_rows, ..MemoryPolicy::default() };
+            trainers_of(&cpu(2), Switches { activations, offload: offload(2), memory, ..Switches::default() })
+        };
+        let whole: Vec<_> =
+            of(0).into_iter().map(|(what, mut trainer)| (what, gradients_of(&mut trainer, &batches))).collect();
+        for mlp_rows in [1, 7, 17, 1000] {
+            for ((what, mut trainer), (_, (loss, gradients, report))) in of(mlp_rows).into_iter().zip(&whole) {
+                let what = format!("{what}, {activations:?}, tiles of {mlp_rows}");
+                let (tiled_loss, tiled, tiled_report) = gradients_of(&mut trainer, &batches);
+                assert!((tiled_loss - loss).abs() < 1e-6 * loss, "{what}: {tiled_loss} against {loss}");
+                for ((name, tiled), (_, gradient)) in tiled.iter().zip(gradients) {
+                    assert_close(&format!("{what}: {name}"), tiled, gradient, 3e-6);
+                }
+                let (tiled, whole) = (peak_of_passes(&tiled_report), peak_of_passes(report));
+                assert!(if mlp_rows < 34 { tiled < whole } else { tiled == whole }, "{what}: {tiled} of {whole} bytes");
+                let choices = trainer.choices();
+                assert!(
+                    choices.iter().any(|c| c.optimization == Optimization::MlpTiles && c.on),
+                    "{what}: {choices:?}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn tiles_are_off_with_a_reason_where_blocks_keep_all() {
+    let memory = MemoryPolicy { mlp_rows: 7, ..MemoryPolicy::default() };
+    let keep = |memory| Switches { activations: Activations::Keep, memory, ..Switches::default() };
+    let run = |memory| {
+        let mut trainer = trainer(&cpu(1), MethodKind::Lora, keep(memory));
+        (bits(&steps(&mut trainer, 2)), trainer.choices())
+    };
+    let (whole, choices) = run(MemoryPolicy::default());
+    assert!(choices.iter().all(|choice| choice.optimization != Optimization::MlpTiles), "nobody asked");
+    let (asked, choices) = run(memory);
+    assert_eq!(asked, whole);
+    let choice = choices.into_iter().find(|choice| choice.optimization == Optimization::MlpTiles).unwrap();
+    assert!(!choice.on && choice.why.contains("keep all"), "{}", choice.describe());
+}
+
+#[test]
+fn joined_packs_give_what_they_give_one_by_one_and_reports_stay_true() {
+    // Three packs of 34, 14 and 14 tokens: two passes of 48 and 14, or one.
+    let packs = [batches(&[20, 13, 1]), batches(&[3, 11])].concat()[..3].to_vec();
+    for activations in [Activations::Keep, Activations::Recompute] {
+        let of = |pass_tokens| {
+            let memory = MemoryPolicy { pass_tokens, mlp_rows: 24, ..MemoryPolicy::default() };
+            trainers_of(&cpu(2), Switches { activations, memory, ..Switches::default() })
+        };
+        let apart: Vec<_> =
+            of(0).into_iter().map(|(what, mut trainer)| (what, gradients_of(&mut trainer, &packs))).collect();
+        for (pass_tokens, passes) in [(20, 3), (50, 2), (1000, 1)] {
+            for ((what, mut trainer), (_, (loss, gradients, report))) in of(pass_tokens).into_iter().zip(&apart) {
+                let what = format!("{what}, {activations:?}, passes of {pass_tokens}");
+                let (joined_loss, joined, joined_report) = gradients_of(&mut trainer, &packs);
+                let choices = trainer.choices();
+                let choice = choices.iter().find(|c| c.optimization == Optimization::JoinedPacks).unwrap();
+                let drops = what.contains("dropout");
+                assert_eq!(choice.on, !drops, "{}", choice.describe());
+                assert!(!drops || choice.why.contains("lora_dropout"), "{}", choice.describe());
+                assert!((joined_loss - loss).abs() < 1e-6 * loss, "{what}: {joined_loss} against {loss}");
+                for ((name, joined), (_, gradient)) in joined.iter().zip(gradients) {
+                    assert_close(&format!("{what}: {name}"), joined, gradient, 3e-6);
+                }
+                let counted =
+                    |report: &StepReport| [report.total_tokens, report.document_tokens, report.num_label_tokens];
+                assert_eq!(counted(&joined_report), counted(report), "{what}");
+                // The cache builds once a pass and window.
+                let builds = |report: &StepReport| report.cache.as_ref().unwrap().counts.builds;
+                let passes = if drops { 3 } else { passes };
+                assert_eq!(builds(&joined_report) * 3, builds(report) * passes, "{what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn masks_are_not_joined_and_plans_are_for_passes() {
+    let memory = MemoryPolicy { pass_tokens: 100, ..MemoryPolicy::default() };
+    let of = |attention| trainer(&cpu(1), MethodKind::Lora, Switches { attention, memory, ..Switches::default() });
+    let (varlen, masked) = (of(AttentionPath::Varlen), of(AttentionPath::Masked));
+    let choices = masked.choices();
+    let choice = choices.iter().find(|choice| choice.optimization == Optimization::JoinedPacks).unwrap();
+    assert!(!choice.on && choice.why.contains("mask"), "{}", choice.describe());
+    let work = |tokens, batches| Workload { tokens, longest: 9, batches };
+    assert_eq!(masked.passes_of(work(30, 4)), work(30, 4));
+    assert_eq!(varlen.passes_of(work(30, 4)), work(100, 2), "packs may be shorter than the largest, and fill a pass");
+    assert_eq!(varlen.passes_of(work(30, 2)), work(60, 1));
+    assert_eq!(varlen.passes_of(work(300, 2)), work(300, 2));
 }

@@ -275,6 +275,7 @@ impl Planner {
         let model = Transformer::random(&self.config, &device, setup.form(lora.as_ref()), 0)?;
         let mut trainer = Trainer::new(model, setup)?;
         self.check_places(&trainer)?;
+        let work = trainer.passes_of(work);
         let batch = largest_batch(work)?;
         let batches = vec![batch; work.batches.max(1)];
         let never = AtomicBool::new(false);

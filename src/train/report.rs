@@ -147,10 +147,14 @@ pub enum Optimization {
     HostEmbedding,
     /// The optimizer's moments in host memory.
     HostOptimizerState,
+    /// The MLP over tiles of rows, so that what it works with is held for one of them.
+    MlpTiles,
+    /// Packs of a step joined into passes.
+    JoinedPacks,
 }
 
 impl Optimization {
-    /// Those that every run tells about, in the order in which they are shown.
+    /// Those that every run tells about, in the order in which they are shown. The others are told where they were asked for.
     pub const ALL: [Self; 6] = [
         Self::MetadataCache,
         Self::DoubleBuffer,
@@ -159,8 +163,6 @@ impl Optimization {
         Self::VarlenAttention,
         Self::CudaGraphs,
     ];
-    /// Those that a run tells about where they were asked for: they save memory and cost time.
-    pub const PLACEMENTS: [Self; 2] = [Self::HostEmbedding, Self::HostOptimizerState];
 
     /// The name shown to people.
     pub fn name(self) -> &'static str {
@@ -173,6 +175,8 @@ impl Optimization {
             Self::CudaGraphs => "CUDA graphs",
             Self::HostEmbedding => "Embedding table in host memory",
             Self::HostOptimizerState => "Optimizer state in host memory",
+            Self::MlpTiles => "MLP in tiles",
+            Self::JoinedPacks => "Joined packs",
         }
     }
 }

@@ -150,13 +150,46 @@ pub fn choices(switches: &Switches, model: &Transformer, reasons: Reasons<'_>) -
                 }
                 None => (false, true, "there is no optimizer".to_owned()),
             },
+            Optimization::JoinedPacks => match joining(switches, model) {
+                Ok(tokens) => (
+                    true,
+                    false,
+                    format!("set before the run: at most {} tokens in a pass", units::count(tokens as u64)),
+                ),
+                Err(why) => (false, false, why.to_owned()),
+            },
+            Optimization::MlpTiles => {
+                let tokens = units::count(switches.memory.mlp_rows as u64);
+                match switches.activations {
+                    Activations::Keep => (false, false, "blocks keep all that the MLP works with".to_owned()),
+                    _ => (true, false, format!("set before the run: at most {tokens} tokens at one time")),
+                }
+            }
         };
         Choice { optimization, on, available, why }
     };
-    let MemoryPolicy { embedding, optimizer_state, .. } = switches.memory;
-    let asked = Optimization::PLACEMENTS.into_iter().zip([embedding, optimizer_state]);
-    let asked = asked.filter(|(_, place)| *place == Placement::Host).map(|(placement, _)| placement);
+    let MemoryPolicy { embedding, optimizer_state, mlp_rows, pass_tokens, .. } = switches.memory;
+    let asked = [
+        (embedding == Placement::Host, Optimization::HostEmbedding),
+        (optimizer_state == Placement::Host, Optimization::HostOptimizerState),
+        (mlp_rows > 0, Optimization::MlpTiles),
+        (pass_tokens > 0, Optimization::JoinedPacks),
+    ];
+    let asked = asked.into_iter().filter_map(|(asked, optimization)| asked.then_some(optimization));
     Optimization::ALL.into_iter().chain(asked).map(of).collect()
+}
+
+/// Most tokens of a pass into which the packs of a step are joined; 0 where nobody asked for it.
+///
+/// # Errors
+/// What speaks against it, as a clause.
+pub fn joining(switches: &Switches, model: &Transformer) -> Result<usize, &'static str> {
+    match switches.memory.pass_tokens {
+        0 => Ok(0),
+        _ if switches.attention == AttentionPath::Masked => Err("a mask grows with the square of a pass's tokens"),
+        _ if model.drops() => Err("with lora_dropout above 0 what is dropped goes by the place in a pack"),
+        tokens => Ok(tokens),
+    }
 }
 
 impl Switches {
@@ -173,6 +206,8 @@ impl Switches {
             Optimization::CudaGraphs => self.cuda_graphs = on,
             Optimization::HostEmbedding => self.memory.embedding = Placement::host_if(on),
             Optimization::HostOptimizerState => self.memory.optimizer_state = Placement::host_if(on),
+            // Set before a run: a choice that says so cannot be switched.
+            Optimization::MlpTiles | Optimization::JoinedPacks => {}
         }
         self
     }

@@ -1,6 +1,7 @@
 //! The trainer: micro-batches to one optimizer update, and evaluation. Stop 7 of the walk.
 
 mod copies;
+mod joining;
 mod rehearsal;
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -200,6 +201,7 @@ impl Trainer {
 
     fn apply_switches(&mut self) {
         let Switches { attention, metadata, offload, cuda_graphs, memory, activations: _ } = self.setup.switches;
+        self.model.set_mlp_rows(memory.mlp_rows);
         self.model.set_attention_path(attention);
         self.model.set_metadata_policy(metadata);
         self.model.set_offload_policy(offload);
@@ -212,8 +214,9 @@ impl Trainer {
         optimizer.place(model, grads, memory.optimizer_state);
     }
 
-    /// Chooses what blocks keep, for batches of at most `tokens` tokens: what was asked for, or the fastest that fits.
+    /// Chooses what blocks keep, for packs of at most `tokens` tokens: what was asked for, or the fastest that fits.
     pub fn choose_activations(&mut self, asked: ActivationsChoice, tokens: usize) {
+        let tokens = tokens.max(self.pass_tokens());
         let (activations, why) = match (asked.fixed(), self.model.device()) {
             (Some(activations), _) => (activations, "set in the configuration".to_owned()),
             (None, Device::Cpu(_)) => switches::choose_on_cpu(&self.model, tokens),
@@ -240,7 +243,7 @@ impl Trainer {
         self.set_switches(plan.choice().switches);
         self.activations_why = Some(plan.why.clone());
         self.one_buffer_why = Some(plan.why.clone());
-        self.prepare_offload(plan.work.tokens);
+        self.prepare_offload(self.passes_of(plan.work).tokens);
     }
 
     fn prepare_offload(&self, tokens: usize) {
@@ -356,7 +359,7 @@ impl Trainer {
             self.optimizer.clear_gradients(&self.model, &mut self.grads);
         }
         let mut loss = LossSum::new(&device);
-        for (i, batch) in micro_batches.iter().enumerate() {
+        for (i, batch) in self.passes(micro_batches).iter().enumerate() {
             let uploaded = {
                 // Once a batch, whatever layers do about metadata.
                 let _phase = clock.enter(Phase::Metadata, Pass::Step, None);

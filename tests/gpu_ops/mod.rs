@@ -188,10 +188,12 @@ fn elementwise_operations() {
             let mut dbias = d.zeros_f32(SCRATCH, &[width]);
             elementwise::sum_rows(d, &tx, &mut dbias);
             let rows_of = d.indices(SCRATCH, picked.clone());
-            let mut gathered = d.empty(SCRATCH, &[picked.len(), width]);
-            elementwise::gather_rows(d, &ty, &rows_of, &mut gathered);
-            let mut scattered = d.empty(SCRATCH, &[rows, width + 16]);
-            elementwise::scatter_rows(d, &gathered, &rows_of, &mut scattered);
+            // A run of them, from some number on.
+            let first = picked.len() / 3;
+            let mut gathered = d.empty(SCRATCH, &[picked.len() - first, width]);
+            elementwise::gather_rows(d, &ty, &rows_of, first, &mut gathered);
+            let mut scattered = d.zeros(SCRATCH, &[rows, width + 16]);
+            elementwise::scatter_rows(d, &gathered, &rows_of, first, &mut scattered);
             let mut gate_up = d.zeros(SCRATCH, &[rows, 2 * width + 16]);
             elementwise::copy(d, &tx, gate_up.first_columns_mut(width));
             elementwise::copy(d, &ty, gate_up.view_mut().columns(width, width));
@@ -276,7 +278,7 @@ fn gradients_of_adapters() {
                 // Twice, so that gradients accumulate.
                 let db = &mut db.iter_mut().collect::<Vec<_>>();
                 let weights = matrix.view().columns(8, all);
-                adapter::b_gradients_and_dz(d, 0.5, &mut gradient, widths, z.view(), weights, db);
+                adapter::b_gradients_and_dz(d, 0.5, gradient.view_mut(), widths, z.view(), weights, db);
             }
             let dz = gradient.view().columns(n, all);
             let mut da = d.zeros_f32(SCRATCH, &[all, n]);
@@ -295,14 +297,17 @@ fn dropout_masks_are_those_of_the_cpu() {
     let Some(mut b) = Bench::new() else { return };
     let n = 10_001;
     let (x, before) = (b.values(n), b.values(n));
-    let key = DropoutKey { seed: 0x1234_5678_9ABC_DEF0, stream: 77 << 20 | 5 };
-    b.compare("dropout", 2.0, |d| {
-        let (x, mut dx) = (tensor(d, &[1, n], &x), tensor(d, &[1, n], &before));
-        let mut y = d.empty(SCRATCH, &[1, n]);
-        dropout::forward(d, key, 0.25, &x, &mut y);
-        dropout::backward_accumulate(d, key, 0.25, &x, &mut dx);
-        vec![y, dx]
-    });
+    // Whole, and tiles that begin inside a block of random words, or far behind what 32 bits count.
+    for first in [0, 1, 4, 7, (5 << 32) + 2] {
+        let key = DropoutKey { seed: 0x1234_5678_9ABC_DEF0, stream: 77 << 20 | 5, first };
+        b.compare(&format!("dropout from value {first}"), 2.0, |d| {
+            let (x, mut dx) = (tensor(d, &[1, n], &x), tensor(d, &[1, n], &before));
+            let mut y = d.empty(SCRATCH, &[1, n]);
+            dropout::forward(d, key, 0.25, &x, &mut y);
+            dropout::backward_accumulate(d, key, 0.25, &x, &mut dx);
+            vec![y, dx]
+        });
+    }
 }
 
 #[test]

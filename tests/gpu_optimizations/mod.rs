@@ -101,6 +101,33 @@ fn no_switch_changes_a_bit_of_twenty_steps() {
 }
 
 #[test]
+fn an_mlp_in_tiles_gives_the_same_bits_recorded_or_not_offloaded_or_not() {
+    let Some(device) = gpu() else { return };
+    for family in Family::all() {
+        for mlp_rows in [7, 24] {
+            let mut reference = None;
+            for (activations, buffers) in
+                [(Activations::Recompute, 0), (Activations::Offload, 1), (Activations::Offload, 2)]
+            {
+                for cuda_graphs in [false, true] {
+                    let memory = MemoryPolicy { mlp_rows, ..MemoryPolicy::default() };
+                    let offload = offload(buffers);
+                    let switches = Switches { activations, offload, memory, cuda_graphs, ..Switches::default() };
+                    let (trainer, reports) = run(&family, &device, switches, Faults::default(), 8);
+                    let got = bits(&reports);
+                    let what = format!("{}: {switches:?}", family.name);
+                    assert_eq!(&got, reference.get_or_insert_with(|| got.clone()), "{what}");
+                    assert_eq!(trainer.unrecorded(), None, "{what}");
+                    let counters = reports.last().unwrap().counters.unwrap();
+                    assert_eq!((counters.host_syncs, counters.allocations), (0, 0), "{what}");
+                    assert!(why(&trainer, Optimization::MlpTiles).contains(": on ("), "{what}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn switching_back_and_forth_uses_what_was_recorded_and_changes_no_bit() {
     let Some(device) = gpu() else { return };
     let family = Family::all().into_iter().next().unwrap();

@@ -103,6 +103,8 @@ fn choices() -> Vec<Choice> {
             Optimization::VarlenAttention => (true, true, "no T×T mask"),
             Optimization::CudaGraphs => (false, false, "there is no GPU in this run"),
             Optimization::HostEmbedding | Optimization::HostOptimizerState => (false, true, "as set"),
+            Optimization::MlpTiles => (true, false, "set before the run: at most 2,048 tokens at one time"),
+            Optimization::JoinedPacks => (true, false, "set before the run: at most 16,384 tokens in a pass"),
         };
         Choice { optimization, on, available, why: why.into() }
     };

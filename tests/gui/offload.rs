@@ -63,6 +63,8 @@ fn choices(step: u64, two_buffers: bool) -> RunEvent {
         Optimization::VarlenAttention => (true, true, "no T×T mask"),
         Optimization::CudaGraphs => (false, false, "copies of offloaded activations are not recorded"),
         Optimization::HostEmbedding | Optimization::HostOptimizerState => (false, true, "as set"),
+        Optimization::MlpTiles => (true, false, "set before the run: at most 2,048 tokens at one time"),
+        Optimization::JoinedPacks => (true, false, "set before the run: at most 16,384 tokens in a pass"),
     };
     let choice = |optimization| {
         let (on, available, why) = why(optimization);

@@ -14,7 +14,9 @@ use tandem::model::transformer::{PassOptions, Transformer};
 use tandem::ops::cross_entropy::LossSum;
 use tandem::tensor::{Device, Precision, Tensor};
 use tandem::train::batch::upload;
-use tandem::train::config::{Activations, AttentionPath, MethodConfig, MethodKind, OptimizerConfig, ScheduleKind};
+use tandem::train::config::{
+    Activations, AttentionPath, MemoryPolicy, MethodConfig, MethodKind, OptimizerConfig, ScheduleKind,
+};
 use tandem::train::switches::Switches;
 use tandem::train::trainer::{Trainer, TrainerSetup};
 
@@ -282,11 +284,13 @@ pub fn bf16_bound(name: &str, theirs: f64) -> f64 {
     }
 }
 
-/// How far a device that computes in bf16 is from the f32 reference, by tensor.
-pub fn bf16_deviations(family: &Family, device: &Device, path: AttentionPath) -> HashMap<String, f64> {
+/// How far a device that computes in bf16 is from the f32 reference, by tensor, with the MLP over tiles of at most `mlp_rows` rows (0: at once).
+pub fn bf16_deviations(family: &Family, device: &Device, path: AttentionPath, mlp_rows: usize) -> HashMap<String, f64> {
     let batch = family.batch();
     let mut model = family.model(device);
+    let memory = MemoryPolicy { mlp_rows, ..MemoryPolicy::default() };
     model.set_attention_path(path);
+    model.set_mlp_rows(mlp_rows);
     let uploaded = upload(&model, &batch).unwrap();
     let rows: Vec<i32> = (0..batch.input_ids.len() as i32).collect();
     let logits = model.logits(&uploaded, &rows, &NEVER).unwrap();
@@ -303,7 +307,7 @@ pub fn bf16_deviations(family: &Family, device: &Device, path: AttentionPath) ->
     }
 
     let mut trainer = family.lora_trainer(device, Activations::Recompute);
-    trainer.model_mut().set_attention_path(path);
+    trainer.set_switches(Switches { attention: path, memory, ..trainer.switches() });
     let mut losses = Vec::new();
     for step in 0..family.f32s("lora_loss").len() {
         let report = trainer.step_and_wait(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap().unwrap();

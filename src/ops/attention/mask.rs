@@ -47,7 +47,7 @@ impl DenseMask {
         let words = device.empty_indices(MemoryCategory::Metadata, total * stride);
         gpu.zero(words.pointer(), words.len() * size_of::<u32>());
         let rows = |words: usize, rows: usize| Launch {
-            grid: [words.div_ceil(128) as u32, rows as u32, 1],
+            grid: [rows as u32, words.div_ceil(128) as u32, 1],
             ..Launch::new(1, 128)
         };
         for bounds in cu_seqlens.windows(2).filter(|bounds| bounds[0] < bounds[1]) {

@@ -107,7 +107,7 @@ pub(super) fn settings([a, b]: [&Switches; 2]) -> Vec<Setting> {
 }
 
 /// Switches as fields of `run.toml` with their values as TOML.
-fn fields(switches: &Switches) -> [(&'static str, String); 10] {
+fn fields(switches: &Switches) -> [(&'static str, String); 12] {
     let Switches { activations, attention, metadata, offload, cuda_graphs, memory } = switches;
     let word = |word: &str| format!("\"{word}\"");
     let activations = match activations {
@@ -133,6 +133,8 @@ fn fields(switches: &Switches) -> [(&'static str, String); 10] {
         ("optimizations.metadata_baseline", word(baseline)),
         ("optimizations.metadata_entries", metadata.capacity.to_string()),
         ("optimizations.offload_buffers", offload.buffers.to_string()),
+        ("memory.mlp_rows", memory.mlp_rows.to_string()),
+        ("memory.pass_tokens", memory.pass_tokens.to_string()),
         ("memory.embedding", word(place(memory.embedding))),
         ("memory.optimizer_state", word(place(memory.optimizer_state))),
         ("memory.dequantized", word(if memory.dequantized == Dequantized::Resident { "resident" } else { "scratch" })),

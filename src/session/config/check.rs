@@ -84,6 +84,8 @@ pub(super) fn in_words(dotted: &str) -> String {
 const ALL_LINEAR: &str = "all-linear";
 /// Longest pack: position ids and boundaries are 32-bit, and memory ends long before.
 const MAX_PACK_LEN: usize = 1 << 20;
+/// Fewest tokens of a tile of the MLP: with fewer a product does little with the weights that it reads.
+const LEAST_MLP_ROWS: usize = 64;
 
 /// Collects problems.
 struct Checker(Vec<ConfigError>);
@@ -118,6 +120,7 @@ pub(super) fn problems(config: &RunConfig) -> Vec<ConfigError> {
     method(config, &mut check);
     optimizer(config, &mut check);
     train(config, &mut check);
+    memory(config, &mut check);
     check.0
 }
 
@@ -242,6 +245,18 @@ fn train(config: &RunConfig, check: &mut Checker) {
     check.value("optimizations.offload_pinned_gib", pinned, pinned.is_finite() && pinned >= 0.0, remedy);
 }
 
+fn memory(config: &RunConfig, check: &mut Checker) {
+    let rows = config.memory.mlp_rows;
+    let remedy = format!("it must be from {LEAST_MLP_ROWS} to {MAX_PACK_LEN}, or 0 (Tandem chooses)");
+    check.value("memory.mlp_rows", rows, rows == 0 || (LEAST_MLP_ROWS..=MAX_PACK_LEN).contains(&rows), &remedy);
+    let (tokens, pack_len) = (config.memory.pass_tokens, config.packing.pack_len);
+    let remedy = format!("it must be from pack_len ({pack_len}) to {MAX_PACK_LEN}, or 0 (Tandem chooses)");
+    check.value("memory.pass_tokens", tokens, tokens == 0 || (pack_len..=MAX_PACK_LEN).contains(&tokens), &remedy);
+    let remedy =
+        "it joins the packs of a step, and grad_accum_steps = 1 in [train] makes one: it must be 0, or that more";
+    check.value("memory.pass_tokens", tokens, tokens == 0 || config.train.grad_accum_steps > 1, remedy);
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -297,6 +312,12 @@ mod tests {
             ("optimizations.offload_buffers", |c| c.optimizations.offload_buffers = 3),
             ("optimizations.offload_headroom_mib", |c| c.optimizations.offload_headroom_mib = 1 << 40),
             ("optimizations.offload_pinned_gib", |c| c.optimizations.offload_pinned_gib = f64::NAN),
+            ("memory.mlp_rows", |c| c.memory.mlp_rows = 63),
+            ("memory.pass_tokens", |c| c.memory.pass_tokens = 1 << 16),
+            ("memory.pass_tokens", |c| {
+                c.train.grad_accum_steps = 4;
+                c.memory.pass_tokens = c.packing.pack_len - 1;
+            }),
         ];
         for (field, change) in changes {
             let mut config = valid();

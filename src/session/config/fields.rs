@@ -125,6 +125,8 @@ pub const FIELDS: &[Field] = &[
     field("memory", "embedding", FieldKind::Choice(PLACEMENTS)),
     field("memory", "optimizer_state", FieldKind::Choice(PLACEMENTS)),
     field("memory", "dequantized", FieldKind::Choice(&["auto", "scratch", "resident"])),
+    field("memory", "mlp_rows", FieldKind::Integer),
+    field("memory", "pass_tokens", FieldKind::Integer),
 ];
 
 /// Names other tools use, and the field that means the same here.

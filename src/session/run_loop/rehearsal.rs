@@ -14,7 +14,7 @@ use crate::train::plan::{Need, deviation, largest_batch};
 pub(super) fn rehearse(prepared: &mut Prepared, context: &RunContext) -> Result<bool> {
     let Prepared { trainer, planned: Some(planned), .. } = prepared else { return Ok(true) };
     let Device::Cuda(gpu) = trainer.model().device().clone() else { return Ok(true) };
-    if !trainer.rehearse(&largest_batch(planned.plan.work)?, context.control.stop_flag())? {
+    if !trainer.rehearse(&largest_batch(trainer.passes_of(planned.plan.work))?, context.control.stop_flag())? {
         return Ok(false);
     }
     let Some(need) = planned.plan.need() else { return Ok(true) };

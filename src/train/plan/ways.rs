@@ -1,8 +1,9 @@
 //! The ways to train that a memory plan tries, in order of speed, and their words.
 
-use super::Planner;
+use super::{Planner, Workload};
+use crate::base::units;
 use crate::train::config::{
-    Activations, Dequantized, DequantizedChoice, MemoryPolicy, MethodKind, Placement, PlacementChoice,
+    Activations, AttentionPath, Dequantized, DequantizedChoice, MemoryPolicy, MethodKind, Placement, PlacementChoice,
 };
 use crate::train::switches::Switches;
 
@@ -30,30 +31,64 @@ const PLACES: [fn(&mut MemoryPolicy); 3] = [
     },
 ];
 
-/// What costs more than keeping less: tried with everything that blocks may keep after all [`PLACES`].
-const LAST_PLACES: [fn(&mut MemoryPolicy); 1] = [|memory| {
+/// What costs more than keeping less: tried with everything that blocks may keep after all [`PLACES`]. With fewer rows at one time products run below
+/// their rate; the optimizer's state goes over the bus twice a step.
+const LAST_PLACES: [fn(&mut MemoryPolicy); 4] = [
+    |memory| lean(memory, 4096, Placement::Device),
+    |memory| lean(memory, 2048, Placement::Device),
+    |memory| lean(memory, 2048, Placement::Host),
+    |memory| lean(memory, 1024, Placement::Host),
+];
+/// Tokens of a pass that keep a GPU busy: packs that are shorter are joined into such passes, where a step has several.
+const BUSY_TOKENS: usize = 8192;
+
+fn lean(memory: &mut MemoryPolicy, mlp_rows: usize, optimizer_state: Placement) {
     memory.dequantized = Dequantized::Scratch;
     memory.embedding = Placement::Host;
-    memory.optimizer_state = Placement::Host;
-}];
+    (memory.mlp_rows, memory.optimizer_state) = (mlp_rows, optimizer_state);
+}
 
 impl Planner {
     /// The ways that the configuration leaves open.
     pub(super) fn ways(&self) -> Vec<Switches> {
-        let every = |places: &'static [fn(&mut MemoryPolicy)]| {
-            KEPT.iter().flat_map(move |kept| places.iter().map(move |place| (kept, place)))
-        };
+        let passes = self.passes();
+        let mut every: Vec<(fn(&mut Switches), usize, fn(&mut MemoryPolicy))> = Vec::new();
+        for places in [&PLACES[..], &LAST_PLACES] {
+            for kept in KEPT {
+                for &pass_tokens in &passes {
+                    every.extend(places.iter().map(|place| (kept, pass_tokens, *place)));
+                }
+            }
+        }
         let mut ways = Vec::new();
-        for (kept, place) in every(&PLACES).chain(every(&LAST_PLACES)) {
+        for (kept, pass_tokens, place) in every {
             let mut switches = self.setup.switches;
             kept(&mut switches);
             place(&mut switches.memory);
+            switches.memory.pass_tokens = pass_tokens;
             self.keep_what_is_set(&mut switches.memory);
+            if switches.activations == Activations::Keep
+                || switches.memory.mlp_rows >= self.work.tokens.max(pass_tokens)
+            {
+                // All of them, then.
+                switches.memory.mlp_rows = self.setup.switches.memory.mlp_rows;
+            }
             if self.leaves_open(&switches) && !ways.contains(&switches) {
                 ways.push(switches);
             }
         }
         ways
+    }
+
+    /// Tokens of passes into which packs may be joined, the fastest first; 0 leaves them apart.
+    fn passes(&self) -> Vec<usize> {
+        let Workload { tokens, batches, .. } = self.work;
+        let joined = BUSY_TOKENS.min(tokens * batches) / tokens.max(1) * tokens;
+        let can_join = self.setup.switches.attention == AttentionPath::Varlen && self.setup.method.lora_dropout == 0.0;
+        match self.memory.pass_tokens {
+            0 if can_join && joined > tokens => vec![joined, 0],
+            set => vec![set],
+        }
     }
 
     /// Takes back what the configuration does not leave to Tandem, and what means nothing to the method.
@@ -69,6 +104,9 @@ impl Planner {
         }
         if self.memory.dequantized != DequantizedChoice::Auto || self.setup.method.kind != MethodKind::Qlora {
             memory.dequantized = set.dequantized;
+        }
+        if self.memory.mlp_rows != 0 {
+            memory.mlp_rows = set.mlp_rows;
         }
     }
 
@@ -86,49 +124,66 @@ impl Planner {
             (Activations::Offload, 1) => "inputs of blocks wait in host memory, with one buffer on the device",
             (Activations::Offload, _) => "inputs of blocks wait in host memory, with two buffers on the device",
         };
-        let mut words = vec![kept];
+        let mut words = vec![kept.to_owned()];
+        let mut add = |text: &str| words.push(text.to_owned());
         if self.setup.method.kind == MethodKind::Qlora {
-            words.push(match switches.memory.dequantized {
+            add(match switches.memory.dequantized {
                 Dequantized::Resident => "weights in 4 bits are dequantized once",
                 Dequantized::Scratch => "weights in 4 bits are dequantized for each block",
             });
         }
-        let MemoryPolicy { embedding, optimizer_state, .. } = switches.memory;
+        let MemoryPolicy { embedding, optimizer_state, mlp_rows, pass_tokens, dequantized: _ } = switches.memory;
         match (embedding, optimizer_state) {
             (Placement::Host, Placement::Host) => {
-                words.push("the embedding's table and the optimizer's state lie in host memory");
+                add("the embedding's table and the optimizer's state lie in host memory");
             }
-            (Placement::Host, Placement::Device) => words.push("the embedding's table lies in host memory"),
-            (Placement::Device, Placement::Host) => words.push("the optimizer's state lies in host memory"),
+            (Placement::Host, Placement::Device) => add("the embedding's table lies in host memory"),
+            (Placement::Device, Placement::Host) => add("the optimizer's state lies in host memory"),
             (Placement::Device, Placement::Device) => {}
+        }
+        if mlp_rows > 0 {
+            add(&format!("the MLP takes {} tokens at one time", units::count(mlp_rows as u64)));
+        }
+        if pass_tokens > 0 {
+            add(&format!("packs are joined into passes of {} tokens", units::count(pass_tokens as u64)));
         }
         words.join("; ")
     }
 
     /// How a run file asks for a way.
     pub(super) fn setting(&self, switches: &Switches) -> String {
-        let mut settings = vec![match switches.activations {
-            Activations::Keep => "activations = \"keep\" in [train]",
-            Activations::Recompute => "activations = \"recompute\" in [train]",
-            Activations::Offload => "activations = \"offload\" in [train]",
-        }];
+        let mut settings = vec![
+            match switches.activations {
+                Activations::Keep => "activations = \"keep\" in [train]",
+                Activations::Recompute => "activations = \"recompute\" in [train]",
+                Activations::Offload => "activations = \"offload\" in [train]",
+            }
+            .to_owned(),
+        ];
+        let mut add = |text: &str| settings.push(text.to_owned());
         if switches.activations == Activations::Offload && switches.offload.buffers == 1 {
-            settings.push("offload_buffers = 1 in [optimizations]");
+            add("offload_buffers = 1 in [optimizations]");
         }
         if self.setup.method.kind == MethodKind::Qlora {
-            settings.push(match switches.memory.dequantized {
+            add(match switches.memory.dequantized {
                 Dequantized::Resident => "dequantized = \"resident\" in [memory]",
                 Dequantized::Scratch => "dequantized = \"scratch\" in [memory]",
             });
         }
         if switches.memory.embedding == Placement::Host {
-            settings.push("embedding = \"host\" in [memory]");
+            add("embedding = \"host\" in [memory]");
         }
         if switches.memory.optimizer_state == Placement::Host {
-            settings.push("optimizer_state = \"host\" in [memory]");
+            add("optimizer_state = \"host\" in [memory]");
+        }
+        let MemoryPolicy { mlp_rows, pass_tokens, .. } = switches.memory;
+        for (name, value) in [("mlp_rows", mlp_rows), ("pass_tokens", pass_tokens)] {
+            if value > 0 {
+                add(&format!("{name} = {value} in [memory]"));
+            }
         }
         match settings.split_last() {
-            Some((last, [])) => (*last).to_owned(),
+            Some((last, [])) => last.clone(),
             Some((last, others)) => format!("{} and {last}", others.join(", ")),
             None => String::new(),
         }
