@@ -69,10 +69,9 @@ pub fn of_preview(config: &RunConfig, preview: &Preview) -> Result<Estimate> {
         }
         _ => machine(config)?,
     };
-    let config = starter::resolved(config)?;
-    let checkpoint = Checkpoint::open(&config.model.path)?;
+    let checkpoint = Checkpoint::open(&starter::resolve_model(&config.model.path)?)?;
     let model = checkpoint.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
-    estimate(model, &config, checkpoint.config(), workload(&config, preview.data()), machine)
+    estimate(model, config, checkpoint.config(), workload(config, preview.data()), machine)
 }
 
 /// The estimate for a model of known shape (a name of [`bench::known_models`] or the path of a config.json) that is trained as `config` says; of its
