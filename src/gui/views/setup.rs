@@ -213,10 +213,14 @@ impl SetupView {
         let (data, sees) = split(second, if roomy { data_tile::HEIGHT } else { data_tile::HEIGHT - 46.0 });
         self.data_tile(ui, data, context);
         self.sees_tile(ui, sees);
-        let start = if roomy { start_tile::HEIGHT } else { 262.0 };
-        let (rows, start) = split(third, area.height() - start);
         // Where there is no room for it, the plan is a side of the tile above.
         let apart = area.height() >= WITH_PLAN;
+        let start = match (apart, roomy) {
+            (true, _) => 300.0,
+            (false, true) => start_tile::HEIGHT,
+            (false, false) => 262.0,
+        };
+        let (rows, start) = split(third, area.height() - start);
         let rows = if apart {
             let (rows, memory) = split(rows, rows.height() - memory_tile::HEIGHT);
             self.memory_tile(ui, memory, context);

@@ -1,6 +1,7 @@
 //! The tile Memory plan: what the run will take of the GPU's and the host's memory, how it would be trained, and why.
 
-use egui::{Align2, Color32, Rect, RichText, ScrollArea, Sense, Ui, vec2};
+use egui::accesskit::Role;
+use egui::{Align2, Color32, Rect, ScrollArea, Sense, Ui, WidgetInfo, pos2, vec2};
 
 use super::SetupView;
 use super::fields::{prose, trouble, verdict};
@@ -13,7 +14,7 @@ use crate::session::MemoryCategory;
 use crate::session::estimate::{Estimate, HostPart, MemoryPlan, Need};
 
 /// Height that the tile needs.
-pub const HEIGHT: f32 = 236.0;
+pub const HEIGHT: f32 = 272.0;
 
 /// One part of a budget: name, bytes, colour.
 type Part = (String, u64, Color32);
@@ -58,15 +59,15 @@ fn budgets(ui: &mut Ui, estimate: &Estimate) {
     let plan = &estimate.plan;
     let Some(need) = plan.need() else { return };
     budget(ui, "VRAM", &device_parts(theme, plan, need), plan.vram_bytes);
+    for advice in &plan.advice {
+        trouble(ui, &format!("To make it fit, {advice}"));
+    }
     if let Some(host_bytes) = plan.host_bytes {
         let parts: Vec<Part> = need.host.iter().map(|part| host_part(theme, part)).collect();
         budget(ui, "Host memory", &parts, host_bytes);
     }
     let choice = plan.choice();
     prose(ui, &format!("{}: {}.", sentence(&choice.what), plan.why), theme.t2);
-    for advice in &plan.advice {
-        trouble(ui, &format!("To make it fit, {advice}"));
-    }
     if !plan.before_is_measured {
         prose(ui, "There is no GPU here: what the driver takes is an assumption.", theme.t3);
     }
@@ -115,20 +116,28 @@ fn budget(ui: &mut Ui, name: &str, parts: &[Part], limit: u64) {
     let color = if total > limit { theme.err } else { theme.t2 };
     text(&painter, row.right_center(), Align2::RIGHT_CENTER, &rest, fonts::table(), color, 90.0);
     let figure = format!("{} of {of} GiB", figures::gib(total));
-    let at = egui::pos2(row.right() - 96.0, y);
+    let at = pos2(row.right() - 96.0, y);
     text(&painter, at, Align2::RIGHT_CENTER, &figure, fonts::table(), theme.t1, 140.0);
     describe(ui, row, ("budget", name), &format!("{name}: {figure}, {rest}"));
     let (bar, _) = ui.allocate_exact_size(vec2(width, 12.0), Sense::hover());
     let segments: Vec<(f64, Color32)> = parts.iter().map(|(_, bytes, color)| (*bytes as f64, *color)).collect();
     budget_bar(ui, bar, &segments, limit as f64);
-    ui.horizontal_wrapped(|ui| {
-        ui.spacing_mut().item_spacing = vec2(4.0, 2.0);
-        for (what, bytes, color) in parts {
-            let (at, _) = ui.allocate_exact_size(vec2(10.0, 16.0), Sense::hover());
-            swatch(ui.painter(), at.left(), at.center().y).fill(ui.painter(), *color);
-            let words = format!("{what} {}", figures::gib(*bytes));
-            ui.label(RichText::new(words).font(fonts::small()).color(theme.t2));
-            ui.add_space(6.0);
-        }
+    ui.scope(|ui| {
+        // Rows are as high as this at least.
+        (ui.spacing_mut().item_spacing, ui.spacing_mut().interact_size.y) = (vec2(4.0, 0.0), 16.0);
+        ui.horizontal_wrapped(|ui| {
+            for (what, bytes, color) in parts {
+                key(ui, &format!("{what} {}", figures::gib(*bytes)), *color);
+            }
+        });
     });
+}
+
+/// A swatch with its words, which stay together.
+fn key(ui: &mut Ui, words: &str, color: Color32) {
+    let galley = ui.painter().layout_no_wrap(words.to_owned(), fonts::small(), Theme::of(ui).t2);
+    let (rect, response) = ui.allocate_exact_size(vec2(galley.size().x + 20.0, 16.0), Sense::hover());
+    response.widget_info(|| WidgetInfo::labeled(Role::Label, true, words));
+    swatch(ui.painter(), rect.left(), rect.center().y).fill(ui.painter(), color);
+    ui.painter().galley(pos2(rect.left() + 14.0, rect.center().y - galley.size().y / 2.0), galley, color);
 }
