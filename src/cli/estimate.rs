@@ -17,6 +17,9 @@ pub struct EstimateArgs {
     /// Print the plan as one JSON object.
     #[arg(long)]
     json: bool,
+    /// Print every way that was tried, the fastest first, instead of the leanest of each kind.
+    #[arg(long, conflicts_with = "json")]
+    all: bool,
     /// Tokens of the longest document of a known shape's packs; without it a pack is one document.
     #[arg(long, value_name = "N")]
     document: Option<usize>,
@@ -41,12 +44,12 @@ pub fn run(args: &EstimateArgs) -> Result<()> {
     if args.json {
         writeln!(out, "{}", serde_json::to_string(&estimate)?)?;
     } else {
-        print(&mut out, &estimate)?;
+        print(&mut out, &estimate, args.all)?;
     }
     Ok(())
 }
 
-fn print(out: &mut impl io::Write, estimate: &Estimate) -> io::Result<()> {
+fn print(out: &mut impl io::Write, estimate: &Estimate, all: bool) -> io::Result<()> {
     let Estimate { model, method, device, num_parameters, plan } = estimate;
     let Workload { tokens, longest, batches } = plan.work;
     let count = |n: usize| units::count(n as u64);
@@ -65,8 +68,8 @@ fn print(out: &mut impl io::Write, estimate: &Estimate) -> io::Result<()> {
     if let Some(need) = plan.need() {
         print_need(out, plan, need)?;
     }
-    let others = plan.tried.iter().enumerate().filter(|(number, _)| *number != plan.chosen);
-    for (_, Tried { what, need, against, .. }) in others {
+    let others = if all { plan.tried.iter().collect() } else { plan.others() };
+    for Tried { what, need, against, .. } in others {
         let takes = need.as_ref().map_or_else(|| "—".into(), |need| units::bytes(need.vram_bytes()));
         let against = against.as_ref().map_or_else(String::new, |against| format!(": {against}"));
         writeln!(out, "  {takes:>12}  if {what}{against}")?;

@@ -1,6 +1,7 @@
 //! What a run will take before it starts: `tandem estimate`, and what a run plans by.
 
 use std::path::Path;
+use std::sync::OnceLock;
 use std::sync::atomic::AtomicBool;
 
 use anyhow::{bail, ensure};
@@ -8,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::bench;
 use super::config::RunConfig;
+use super::preview::Preview;
 use super::run_loop::preparing::describe_method;
 use super::starter;
 use super::training_data::{self, TrainingData};
@@ -16,6 +18,7 @@ use crate::base::units;
 use crate::model::config::ModelConfig;
 use crate::model::loading::Checkpoint;
 use crate::tensor::Device;
+use crate::tensor::memory::available_host_bytes;
 use crate::train::config::DeviceChoice;
 pub use crate::train::plan::{HostPart, MemoryPlan, Need, Part, Tried, Workload};
 use crate::train::plan::{Machine, Planner};
@@ -48,9 +51,27 @@ pub fn of_run(config: &RunConfig, stop: &AtomicBool) -> Result<Option<Estimate>>
     let checkpoint = Checkpoint::open(&config.model.path)?;
     let builder = training_data::example_builder(&config)?;
     let Some(data) = TrainingData::read(&config, &builder, &|_, _, _| (), stop)? else { return Ok(None) };
-    let model =
-        config.model.path.file_name().map_or_else(|| "model".into(), |name| name.to_string_lossy().into_owned());
+    let model = checkpoint.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
     estimate(model, &config, checkpoint.config(), workload(&config, &data), machine).map(Some)
+}
+
+/// As [`of_run`], of data that were looked at. The GPU is asked once: while a run trains on it, what the run takes does not count.
+///
+/// # Errors
+/// As [`of_run`].
+pub fn of_preview(config: &RunConfig, preview: &Preview) -> Result<Estimate> {
+    static SEEN: OnceLock<Result<Machine, String>> = OnceLock::new();
+    let seen = || machine(&RunConfig::default()).map_err(|error| format!("{error:#}"));
+    let machine = match SEEN.get_or_init(seen) {
+        Ok(seen) if config.train.device != DeviceChoice::Cpu => {
+            let vram_bytes = config.train.vram_limit_bytes().unwrap_or(u64::MAX).min(seen.vram_bytes);
+            Machine { vram_bytes, host_bytes: available_host_bytes(), ..seen.clone() }
+        }
+        _ => machine(config)?,
+    };
+    let checkpoint = Checkpoint::open(&starter::resolve_model(&config.model.path)?)?;
+    let model = checkpoint.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
+    estimate(model, config, checkpoint.config(), workload(config, preview.data()), machine)
 }
 
 /// The estimate for a model of known shape (a name of [`bench::known_models`] or the path of a config.json) that is trained as `config` says; of its

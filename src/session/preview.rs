@@ -97,6 +97,11 @@ impl Preview {
         self.num_rows - self.num_train - self.num_eval
     }
 
+    /// What a run would train on.
+    pub(super) fn data(&self) -> &TrainingData {
+        &self.data
+    }
+
     /// Packs in one pass over the training data.
     pub fn num_packs(&self) -> usize {
         self.plan.len()

@@ -13,6 +13,7 @@ use anyhow::{Context as _, ensure};
 use serde::{Deserialize, Serialize};
 use tracing::subscriber::NoSubscriber;
 
+use self::ways::kept_in_words;
 use super::batch::bucket;
 use super::config::{Activations, ActivationsChoice, MemoryConfig, PlacementChoice};
 use super::switches::Switches;
@@ -187,6 +188,20 @@ impl MemoryPlan {
     /// The way that was chosen.
     pub fn choice(&self) -> &Tried {
         &self.tried[self.chosen]
+    }
+
+    /// Ways beside the one that was chosen: of those that keep the same in blocks, the one that takes least.
+    pub fn others(&self) -> Vec<&Tried> {
+        let mut others: Vec<&Tried> = Vec::new();
+        let bytes = |tried: &Tried| tried.need.as_ref().map_or(u64::MAX, Need::vram_bytes);
+        for (_, tried) in self.tried.iter().enumerate().filter(|(number, _)| *number != self.chosen) {
+            match others.iter_mut().find(|other| kept_in_words(&other.switches) == kept_in_words(&tried.switches)) {
+                Some(other) if bytes(tried) < bytes(other) => *other = tried,
+                Some(_) => {}
+                None => others.push(tried),
+            }
+        }
+        others
     }
 
     /// Whether it fits.

@@ -195,6 +195,45 @@ fn optimizations_are_set_beside_the_rows() {
 }
 
 #[test]
+fn the_memory_plan_follows_what_is_set() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = folder.path().join("run.toml");
+    support::tiny_model(folder.path());
+    support::dataset(folder.path(), 12);
+    let text = "[model]\npath = \"tiny módel\"\n[data]\npath = \"data set.jsonl\"\n[train]\n";
+    for size in [[1440.0, 900.0], [1280.0, 720.0]] {
+        std::fs::write(&run, format!("{text}vram_limit_gib = 8\n")).unwrap();
+        let mut harness = build(builder().with_size(size));
+        click(&mut harness, Role::Tab, "Set up");
+        if size[1] < 800.0 {
+            click(&mut harness, Role::RadioButton, "memory");
+        }
+        harness.get_by_role_and_label(Role::Heading, "Memory plan");
+        harness.get_by_label_contains("once a model and a dataset are chosen");
+        app(&mut harness).set_up(&run);
+        harness.run_steps(3);
+        wait_for(&mut harness, "the plan", |h| h.query_by_label_contains("VRAM: ").is_some());
+        assert!(harness.query_by_label_contains("of 8.00 GiB, ").is_some());
+        harness.get_by_label_contains("Blocks keep everything for the backward pass: this takes ");
+        // Less than a driver's context.
+        std::fs::write(&run, format!("{text}vram_limit_gib = 0.1\n")).unwrap();
+        app(&mut harness).set_up(&run);
+        harness.run_steps(3);
+        wait_for(&mut harness, "the other plan", |h| {
+            h.query_by_label_contains("To make it fit, a card with ").is_some()
+        });
+        assert!(harness.query_by_label_contains(" missing").is_some());
+        // A CPU has none.
+        std::fs::write(&run, format!("{text}device = \"cpu\"\n")).unwrap();
+        app(&mut harness).set_up(&run);
+        harness.run_steps(3);
+        wait_for(&mut harness, "the reason", |h| {
+            h.query_by_label_contains("No plan: the run trains on the CPU").is_some()
+        });
+    }
+}
+
+#[test]
 fn a_missing_model_is_an_error_in_its_tile() {
     let mut harness = setup_screen();
     fill(&mut harness, "Model path", "/no/such/model.gguf");

@@ -1,9 +1,10 @@
-//! The Set up screen: model, method, data with what the model will see of it, and the start.
+//! The Set up screen: model, method, data with what the model will see of it, the memory plan, and the start.
 
 mod data_tile;
 pub(super) mod fields;
 mod form;
 mod jobs;
+mod memory_tile;
 mod method_tile;
 mod model_tile;
 mod optimization_fields;
@@ -35,6 +36,8 @@ const LEFT: f32 = 392.0;
 const RIGHT: f32 = 372.0;
 /// Height below which the tiles of a column get less room and scroll.
 const ROOMY: f32 = 700.0;
+/// Height from which the memory plan has a tile of its own.
+const WITH_PLAN: f32 = 780.0;
 
 /// State of the screen.
 pub struct SetupView {
@@ -151,6 +154,9 @@ impl SetupView {
         if let Some(wait) = self.jobs.follow(config, Instant::now(), &context.waker) {
             ui.ctx().request_repaint_after(wait);
         }
+        if let Some(wait) = self.jobs.follow_plan(config, Instant::now(), &context.waker) {
+            ui.ctx().request_repaint_after(wait);
+        }
         self.jobs.follow_pack(self.pack, &context.waker);
         if let Some(path) = self.jobs.starter.ok().cloned() {
             self.jobs.starter.clear();
@@ -207,9 +213,22 @@ impl SetupView {
         let (data, sees) = split(second, if roomy { data_tile::HEIGHT } else { data_tile::HEIGHT - 46.0 });
         self.data_tile(ui, data, context);
         self.sees_tile(ui, sees);
-        let start = if roomy { start_tile::HEIGHT } else { 262.0 };
+        // Where there is no room for it, the plan is a side of the tile above.
+        let apart = area.height() >= WITH_PLAN;
+        let start = match (apart, roomy) {
+            (true, _) => 300.0,
+            (false, true) => start_tile::HEIGHT,
+            (false, false) => 262.0,
+        };
         let (rows, start) = split(third, area.height() - start);
-        self.rows_tile(ui, rows, &problems);
+        let rows = if apart {
+            let (rows, memory) = split(rows, rows.height() - memory_tile::HEIGHT);
+            self.memory_tile(ui, memory, context);
+            rows
+        } else {
+            rows
+        };
+        self.rows_tile(ui, rows, apart, &problems);
         self.start_tile(ui, start, &config, &problems, context);
         context.probe.state("preview", self.jobs.preview.version);
     }

@@ -55,6 +55,9 @@ pub struct CudaDevice {
 }
 
 struct Inner {
+    // Dropped in this order: arenas wait for the device, whose library and streams go last.
+    /// Memory of what lasts, and of the pass that runs.
+    arenas: [Arena; 2],
     backend: Backend,
     facts: DeviceFacts,
     /// Bytes that were in use on the card before the first allocation of an arena: the context's own and those of others. 0 on a recording device.
@@ -63,8 +66,6 @@ struct Inner {
     limit_bytes: u64,
     pinned: PinnedSource,
     mapped: MappedPool,
-    /// Memory of what lasts, and of the pass that runs.
-    arenas: [Arena; 2],
     /// Whether a pass runs: it takes its memory from the second arena.
     in_pass: AtomicBool,
     /// Of the graph that is being recorded, if one is.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::session::config::RunConfig;
+use crate::session::estimate::{self, Estimate};
 use crate::session::inspect::{self, FoundModel, ModelInfo, Places};
 use crate::session::preview::{self, DataFacts, PackView, Preview};
 use crate::session::runtime::{Latest, Task, Waker};
@@ -37,6 +38,8 @@ pub struct Jobs {
     pub data: Follow<PathBuf, DataFacts>,
     /// What the model sees.
     pub preview: Follow<RunConfig, Arc<Preview>>,
+    /// The memory plan: of a version of the preview, and of what the plan depends on beside it.
+    pub plan: Follow<(u64, RunConfig), Estimate>,
     /// The pack in sight: version of the preview and number of the pack.
     pub pack: Follow<(u64, usize), PackView>,
     /// Fetching the starter model.
@@ -75,6 +78,17 @@ impl Jobs {
         waits.into_iter().flatten().min()
     }
 
+    /// Makes the memory plan of a configuration that was looked at, after a pause in typing. Returns the time until which nothing needs to be done.
+    pub fn follow_plan(&mut self, config: &RunConfig, now: Instant, waker: &Waker) -> Option<Duration> {
+        let preview = self.preview.result.ok().filter(|_| !self.preview.is_behind()).cloned();
+        let key = preview.as_ref().map(|_| (self.preview.version, planned(config)));
+        self.plan.follow(key, DEBOUNCE, now, |(_, config)| {
+            Task::blocking(Some(waker.clone()), move |_| {
+                preview.map(|preview| estimate::of_preview(&config, &preview)).transpose()
+            })
+        })
+    }
+
     /// Makes the view of a pack, unless that is done.
     pub fn follow_pack(&mut self, pack: usize, waker: &Waker) {
         let wanted = self.preview.result.ok().map(|preview| (Arc::clone(preview), (self.preview.version, pack)));
@@ -90,6 +104,7 @@ impl Jobs {
         self.preview.result.clear();
         self.pack.again();
         self.pack.result.clear();
+        self.plan.again();
     }
 
     /// Takes over what is ready.
@@ -102,6 +117,9 @@ impl Jobs {
         }
         if self.pack.result.poll() {
             self.pack.version += 1;
+        }
+        if self.plan.result.poll() {
+            self.plan.version += 1;
         }
         self.starter.poll();
         self.dialog.poll();
@@ -197,6 +215,23 @@ impl<K: Clone + PartialEq, T: Send + 'static> Follow<K, T> {
     }
 }
 
+/// The configuration with everything left out that the memory plan does not depend on.
+fn planned(config: &RunConfig) -> RunConfig {
+    let mut planned = RunConfig {
+        model: config.model.clone(),
+        packing: config.packing.clone(),
+        method: config.method.clone(),
+        optimizations: config.optimizations.clone(),
+        memory: config.memory.clone(),
+        ..RunConfig::default()
+    };
+    planned.optimizer.bits = config.optimizer.bits;
+    let (to, from) = (&mut planned.train, &config.train);
+    (to.activations, to.attention, to.cuda_graphs) = (from.activations, from.attention, from.cuda_graphs);
+    (to.device, to.vram_limit_gib, to.grad_accum_steps) = (from.device, from.vram_limit_gib, from.grad_accum_steps);
+    planned
+}
+
 /// The configuration with everything left out that the preview does not depend on.
 fn relevant(config: &RunConfig) -> RunConfig {
     let mut relevant = RunConfig {
@@ -239,6 +274,24 @@ mod tests {
         assert!(follow.due.is_none());
         follow.follow(None, DEBOUNCE, at(800), start);
         assert!(follow.started_for.is_none() && !follow.result.is_running());
+    }
+
+    #[test]
+    fn the_plan_depends_on_what_takes_memory_alone() {
+        let mut a = RunConfig::default();
+        (a.optimizer.lr, a.seed, a.name) = (1.0, 3, "a".into());
+        assert_eq!(planned(&a), planned(&RunConfig::default()));
+        for change in [
+            |c: &mut RunConfig| c.method.r += 1,
+            |c: &mut RunConfig| c.optimizer.bits = 8,
+            |c: &mut RunConfig| c.packing.pack_len += 1,
+            |c: &mut RunConfig| c.train.vram_limit_gib = 8.0,
+            |c: &mut RunConfig| c.optimizations.offload_buffers = 1,
+        ] {
+            let mut changed = a.clone();
+            change(&mut changed);
+            assert_ne!(planned(&changed), planned(&a));
+        }
     }
 
     #[test]

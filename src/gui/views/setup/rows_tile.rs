@@ -1,5 +1,5 @@
 //! The tile How rows are read: layout, mapping, what trains, what is held out, what happens to long documents. It shares its place with the
-//! optimizations.
+//! optimizations and, in a small window, with the memory plan.
 
 use egui::{Rect, RichText, Ui, vec2};
 
@@ -29,23 +29,30 @@ pub enum Side {
     #[default]
     Rows,
     Optimizations,
+    Memory,
 }
 
 impl SetupView {
-    pub(super) fn rows_tile(&mut self, ui: &mut Ui, rect: Rect, problems: &[Problem]) {
+    /// `plan_apart` says whether the memory plan has a tile of its own.
+    pub(super) fn rows_tile(&mut self, ui: &mut Ui, rect: Rect, plan_apart: bool, problems: &[Problem]) {
+        if plan_apart && self.side == Side::Memory {
+            self.side = Side::Rows;
+        }
         let found = self.jobs.preview.result.ok().map(|preview| layout_name(preview.layout));
         let mut side = self.side;
         let (title, note) = match side {
             Side::Rows => ("How rows are read", found),
             Side::Optimizations => ("Optimizations", None),
+            Side::Memory => ("Memory plan", None),
         };
         Tile::new(title).show(
             ui,
             rect,
             |ui| {
                 ui.spacing_mut().item_spacing.x = 8.0;
-                let sides = [(Side::Rows, "rows"), (Side::Optimizations, "optimizations")];
-                segmented(ui, "Settings in this tile", &mut side, &sides, 20.0);
+                let sides = [(Side::Rows, "rows"), (Side::Optimizations, "optimizations"), (Side::Memory, "memory")];
+                let sides = if plan_apart { &sides[..2] } else { &sides[..] };
+                segmented(ui, "Settings in this tile", &mut side, sides, 20.0);
                 if let Some(note) = note {
                     label(ui, note, fonts::small(), Theme::of(ui).t3);
                 }
@@ -56,6 +63,7 @@ impl SetupView {
                     match self.side {
                         Side::Rows => self.row_fields(ui, problems),
                         Side::Optimizations => self.optimization_fields(ui),
+                        Side::Memory => self.memory_body(ui),
                     }
                 });
             },
