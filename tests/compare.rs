@@ -81,10 +81,10 @@ fn a_comparison_learns_the_same_in_both_arms_and_leaves_what_was_asked_for() {
         assert_eq!(exact.parity.max_loss_difference, 0.0);
     }
     assert!(!attention.parity.must_be_bit_equal);
-    // Two blocks forward, and the first of them in recomputation, against one build a pack.
+    // Two blocks, each in forward and recomputation, against one build a pack.
     let builds = cache.rows.iter().find(|row| row.name == "Metadata builds").unwrap();
-    assert_eq!((builds.a, builds.b, builds.exact), (Some(1.0), Some(3.0), true));
-    assert_eq!(cache.quantities.builds_avoided, Some(2.0));
+    assert_eq!((builds.a, builds.b, builds.exact), (Some(1.0), Some(4.0), true));
+    assert_eq!(cache.quantities.builds_avoided, Some(3.0));
     assert!(cache.predictions[0].predicted_ms.unwrap() < 0.0);
     assert_eq!(cache.settings.len(), 1);
     // To keep everything takes more memory than to compute it again.
