@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use anyhow::ensure;
 
 use super::batch::DeviceBatch;
-use super::block::{Block, BlockSaved, Tiling};
+use super::block::{Block, BlockSaved};
 use super::config::ModelConfig;
 use super::lora::LoraSpec;
 use super::metadata::{CacheCounts, CacheEntry, MetadataCache, MetadataPolicy, SequenceMetadata};
@@ -333,9 +333,7 @@ impl Transformer {
                     return None;
                 }
             }
-            // The backward pass of the last block follows at once: what it keeps is held when little else is.
-            let is_last = i + 1 == self.blocks.len() && !Tiling::new(x.rows(), self.mlp_rows).is_split();
-            let keep = i >= first && (activations == Activations::Keep || is_last);
+            let keep = i >= first && activations == Activations::Keep;
             let metadata = metadata(block, Pass::Forward);
             let (out, saved) = block.forward(ctx, metadata.sequences(batch), &x, keep, self.mlp_rows);
             let input = std::mem::replace(&mut x, out);

@@ -233,8 +233,9 @@ fn as_memory_gets_short_a_run_goes_on_with_less_or_ends_with_out_of_memory() {
     drop(trainer);
     drop(device);
     let (mut ran, mut ended) = (0, 0);
-    for missing in 0..12 {
-        let device = Device::cuda_within(Some(used - (missing << 25))).unwrap();
+    // A second context of the process may take a little more than the first.
+    for missing in 0..16 {
+        let device = Device::cuda_within(Some(used + (4 << 25) - (missing << 25))).unwrap();
         match large_enough(&device, Activations::Offload, policy, 8192) {
             Ok((trainer, reports)) => {
                 assert_eq!(bits(&reports), bits(&reference), "{missing}");

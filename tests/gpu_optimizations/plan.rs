@@ -4,7 +4,7 @@ use tandem::model::config::ModelConfig;
 use tandem::model::transformer::Transformer;
 use tandem::tensor::Device;
 use tandem::tensor::cuda::Pool;
-use tandem::train::config::{ActivationsChoice, MemoryConfig, MethodConfig, MethodKind, OptimizerConfig};
+use tandem::train::config::{ActivationsChoice, MethodConfig, MethodKind, OptimizerConfig};
 use tandem::train::plan::{Machine, Planner, Workload, largest_batch};
 use tandem::train::switches::Switches;
 use tandem::train::trainer::{Trainer, TrainerSetup, lora_spec};
@@ -39,7 +39,7 @@ fn a_run_takes_what_its_plan_says_to_the_byte_and_asks_for_two_slabs() {
         };
         let work = Workload { tokens, longest: tokens / 2, batches: 2 };
         let machine = Machine::of(gpu);
-        let planner = Planner { config, setup, activations, memory: MemoryConfig::default(), work, machine };
+        let planner = Planner { config, setup, activations, memory: None, work, machine };
         let plan = planner.plan();
         assert!(plan.fits(), "{}", plan.why);
         plan.reserve(gpu);
