@@ -62,11 +62,14 @@ pub(super) fn reserve(gpu: &Gpu, pool: Pool, plan: &MemoryPlan) {
 
 /// Switches a trainer as a row asks, `plan` being that of the row on a GPU.
 pub(super) fn switch(trainer: &mut Trainer, options: &BenchOptions, plan: Option<&MemoryPlan>) {
-    trainer.set_switches(options.switches);
+    // A way is gone straight to: what moves on a detour leaves gaps.
     match (options.activations, plan) {
         (ActivationsChoice::Auto, Some(plan)) => trainer.follow(plan),
-        (ActivationsChoice::Auto, None) => trainer.choose_activations(ActivationsChoice::Auto, options.pack),
-        _ => {}
+        (ActivationsChoice::Auto, None) => {
+            trainer.set_switches(options.switches);
+            trainer.choose_activations(ActivationsChoice::Auto, options.pack);
+        }
+        _ => trainer.set_switches(options.switches),
     }
 }
 
