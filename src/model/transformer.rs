@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use anyhow::ensure;
 
 use super::batch::DeviceBatch;
-use super::block::{Block, BlockSaved};
+use super::block::{Block, BlockSaved, Tiling};
 use super::config::ModelConfig;
 use super::lora::LoraSpec;
 use super::metadata::{CacheCounts, CacheEntry, MetadataCache, MetadataPolicy, SequenceMetadata};
