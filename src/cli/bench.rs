@@ -68,6 +68,9 @@ pub struct BenchArgs {
     /// Where weights in 4 bits are dequantized to: scratch, resident.
     #[arg(long, value_delimiter = ',', default_value = "scratch", value_parser = dequantized)]
     dequantized: Vec<Dequantized>,
+    /// Whether blocks that are computed again keep the residual stream between attention and MLP: on, off.
+    #[arg(long, value_delimiter = ',', default_value = "off", value_parser = on_off)]
+    middle: Vec<bool>,
     /// Bits of a value of the optimizer's moments: 32, 8.
     #[arg(long, value_delimiter = ',', default_value = "32", value_parser = bits)]
     bits: Vec<u32>,
@@ -244,6 +247,7 @@ impl BenchArgs {
         });
         vary(self.graphs.len(), &|s, i| s.cuda_graphs = self.graphs[i]);
         vary(self.dequantized.len(), &|s, i| s.memory.dequantized = self.dequantized[i]);
+        vary(self.middle.len(), &|s, i| s.memory.middle = self.middle[i]);
         vary(self.optimizer_state.len(), &|s, i| s.memory.optimizer_state = self.optimizer_state[i]);
         vary(self.embedding.len(), &|s, i| s.memory.embedding = self.embedding[i]);
         vary(self.mlp_rows.len(), &|s, i| s.memory.mlp_rows = self.mlp_rows[i]);

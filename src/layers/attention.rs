@@ -59,15 +59,16 @@ pub struct AttentionSaved {
 }
 
 impl Attention {
-    /// `h` [T, hidden] with room for adapters ([`Projection::input_shape`]) → what is kept, and `residual + attention` [T, hidden].
+    /// `h` [T, hidden] with room for adapters ([`Projection::input_shape`]) → what is kept, and `residual + attention` [T, hidden]. Without a residual
+    /// that sum is there already, and is not computed again.
     pub fn forward(
         &self,
         ctx: &Context<'_>,
         sequences: Sequences<'_>,
         mut h: Tensor,
-        residual: &Tensor,
+        residual: Option<&Tensor>,
         keep: Keep,
-    ) -> (AttentionSaved, Tensor) {
+    ) -> (AttentionSaved, Option<Tensor>) {
         let Sequences { tiles, rope: table, position_ids } = sequences;
         let (device, shape, rows) = (ctx.device, &self.shape, h.rows());
         let qk_width = shape.q_width() + shape.kv_width();
@@ -98,8 +99,17 @@ impl Attention {
             o.first_columns_mut(shape.q_width()),
             &mut softmax_lse,
         );
-        let mut y = ctx.saved(residual.shape());
-        self.o_proj.forward(ctx, &mut o, Some(residual.view()), &mut y);
+        let y = match residual {
+            None => {
+                self.o_proj.fill_z(ctx, &mut o);
+                None
+            }
+            Some(residual) => {
+                let mut y = ctx.saved(residual.shape());
+                self.o_proj.forward(ctx, &mut o, Some(residual.view()), &mut y);
+                Some(y)
+            }
+        };
         (AttentionSaved { qkv, qk, o, softmax_lse, h, z }, y)
     }
 

@@ -45,7 +45,31 @@ pub struct BlockSaved {
     rstd: Option<Tensor>,
     /// Residual stream between attention and MLP.
     middle: Tensor,
+    /// Whether [`Block::backward`] gives that back: it was kept, and may lie in a buffer that others wait for.
+    middle_is_lent: bool,
     mlp: SavedOrAgain,
+}
+
+/// What a forward pass shall leave of a block for its backward pass, besides its input.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Leave {
+    /// Nothing.
+    Nothing,
+    /// The residual stream between attention and MLP: attention's output projection is not computed again then.
+    Middle,
+    /// Everything.
+    Everything,
+}
+
+/// What a forward pass has left: as [`Leave`] says.
+#[derive(Debug)]
+pub enum Left {
+    /// Nothing.
+    Nothing,
+    /// The residual stream between attention and MLP [T, hidden].
+    Middle(Tensor),
+    /// Everything.
+    Everything(Box<BlockSaved>),
 }
 
 /// What the backward pass of the MLP begins with.
@@ -102,7 +126,7 @@ impl Tiling {
 }
 
 impl Block {
-    /// `x` [T, hidden] → the block's output [T, hidden], and, with `keep`, what the backward pass needs besides `x`. Without it the MLP runs over
+    /// `x` [T, hidden] → the block's output [T, hidden], and what it shall leave for the backward pass. Unless that is everything, the MLP runs over
     /// tiles of at most `mlp_rows` rows (0: over all at once).
     ///
     /// With tiles of few rows, most is held while attention's output is projected: `x`, q, k and v, that output, and the residual stream behind it; with
@@ -112,18 +136,20 @@ impl Block {
         ctx: &Context<'_>,
         sequences: Sequences<'_>,
         x: &Tensor,
-        keep: bool,
+        leave: Leave,
         mlp_rows: usize,
-    ) -> (Tensor, Option<BlockSaved>) {
+    ) -> (Tensor, Left) {
+        let keep = leave == Leave::Everything;
         let wanted = if keep { Keep::Longest } else { Keep::Nothing };
-        let (attn, rstd, middle) = self.attend(ctx, sequences, x, wanted);
+        let (attn, rstd, middle) = self.attend(ctx, sequences, x, None, wanted);
         let attn = keep.then_some(attn);
         let mut out = ctx.saved(x.shape());
         let _phase = ctx.device.clock().enter(Phase::Mlp, Pass::Forward, Some(self.index));
         if let Some(attn) = attn {
             let output = Output::Write { residual: middle.view(), y: out.view_mut() };
             let mlp = Box::new(self.mlp_forward(ctx, middle.view(), output, wanted).1);
-            return (out, Some(BlockSaved { attn, rstd, middle, mlp: SavedOrAgain::Saved(mlp) }));
+            let mlp = SavedOrAgain::Saved(mlp);
+            return (out, Left::Everything(Box::new(BlockSaved { attn, rstd, middle, middle_is_lent: false, mlp })));
         }
         let tiling = Tiling::new(x.rows(), mlp_rows);
         let [gate_up, down] = [&self.mlp.gate_up_proj, &self.mlp.down_proj];
@@ -134,27 +160,38 @@ impl Block {
             let output = Output::Write { residual, y: out.view_mut().row_range(first, rows) };
             self.mlp_forward(&ctx.tile(first), residual, output, wanted);
         }
-        (out, None)
+        (out, if leave == Leave::Middle { Left::Middle(middle) } else { Left::Nothing })
     }
 
     /// What [`Block::forward`] keeps, computed again up to the residual stream before the MLP: the backward pass makes the rest again as it goes. It
-    /// follows at once, so what it would have to make again may be kept ([`Keep::Inputs`]), which takes two activations more.
-    pub fn recompute(&self, ctx: &Context<'_>, sequences: Sequences<'_>, x: &Tensor, keep: Keep) -> BlockSaved {
-        let (attn, rstd, middle) = self.attend(ctx, sequences, x, keep);
-        BlockSaved { attn, rstd, middle, mlp: SavedOrAgain::Again(keep) }
+    /// follows at once, so what it would have to make again may be kept ([`Keep::Inputs`]), which takes two activations more. `middle` is the residual
+    /// stream behind attention where [`Leave::Middle`] left it; [`Self::backward`] gives it back.
+    pub fn recompute(
+        &self,
+        ctx: &Context<'_>,
+        sequences: Sequences<'_>,
+        x: &Tensor,
+        middle: Option<Tensor>,
+        keep: Keep,
+    ) -> BlockSaved {
+        let middle_is_lent = middle.is_some();
+        let (attn, rstd, middle) = self.attend(ctx, sequences, x, middle, keep);
+        BlockSaved { attn, rstd, middle, middle_is_lent, mlp: SavedOrAgain::Again(keep) }
     }
 
-    /// The attention's part: what it keeps, `rstd` of its norm where that goes with it, and the residual stream behind it.
+    /// The attention's part: what it keeps, `rstd` of its norm where that goes with it, and the residual stream behind it, unless `middle` is that.
     fn attend(
         &self,
         ctx: &Context<'_>,
         sequences: Sequences<'_>,
         x: &Tensor,
+        middle: Option<Tensor>,
         keep: Keep,
     ) -> (AttentionSaved, Option<Tensor>, Tensor) {
         let _phase = ctx.device.clock().enter(Phase::Attention, Pass::Forward, Some(self.index));
         let Normed { h, rstd } = normed(ctx, &self.input_layernorm, &self.self_attn.qkv_proj, x.view());
-        let (attn, middle) = self.self_attn.forward(ctx, sequences, h, x, keep);
+        let (attn, made) = self.self_attn.forward(ctx, sequences, h, middle.is_none().then_some(x), keep);
+        let Some(middle) = made.or(middle) else { unreachable!("what was not there was made") };
         (attn, (keep == Keep::Inputs).then_some(rstd), middle)
     }
 
@@ -179,7 +216,8 @@ impl Block {
 
     /// Backward of [`Block::forward`]: turns the gradient of the output into that of `x`, in the first columns of `dx`
     /// [T, ≥ [`Self::gradient_columns`]]. Without `need_dx` the result is not that gradient, and the work for it is not done: nothing before
-    /// this block trains. After [`Self::recompute`] the MLP runs over tiles of at most `mlp_rows` rows (0: over all at once), forward and backward.
+    /// this block trains. After [`Self::recompute`] the MLP runs over tiles of at most `mlp_rows` rows (0: over all at once), forward and backward, and
+    /// the `middle` that it was given comes back.
     ///
     /// With tiles of few rows and [`Keep::Longest`], most is held in the backward pass of attention itself: `x` and `dx` besides what
     /// [`Attention::backward`] counts, for Llama 3 8B's sizes 7 (with norms of q and k 8.25) T×hidden values; activations that come back from the
@@ -196,8 +234,8 @@ impl Block {
         dx: &mut Tensor,
         need_dx: bool,
         mlp_rows: usize,
-    ) {
-        let BlockSaved { attn, rstd, middle, mlp } = saved;
+    ) -> Option<Tensor> {
+        let BlockSaved { attn, rstd, middle, middle_is_lent, mlp } = saved;
         match mlp {
             SavedOrAgain::Saved(mlp) => self.mlp_backward(ctx, grads, middle.view(), None, *mlp, dx.view_mut()),
             SavedOrAgain::Again(keep) => {
@@ -219,7 +257,7 @@ impl Block {
                 }
             }
         }
-        drop(middle);
+        let lent = middle_is_lent.then_some(middle);
 
         let _phase = ctx.device.clock().enter(Phase::Attention, Pass::Backward, Some(self.index));
         let norm = &self.input_layernorm;
@@ -234,6 +272,7 @@ impl Block {
         if let Some((dh, rstd)) = dh.zip(rstd.or_else(|| made_again.into_inner())) {
             norm.backward(ctx, grads, x, &rstd, &dh, true, dx.first_columns_mut(x.cols()));
         }
+        lent
     }
 
     /// Backward of the MLP's part over the rows of `middle` [rows, hidden]: the gradient of its output in `dx` [rows, ≥hidden] becomes that of `middle`.

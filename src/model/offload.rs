@@ -25,12 +25,34 @@ const LEAST_TOKENS: usize = 512;
 pub(super) struct Load {
     /// Tokens of the batch.
     pub tokens: usize,
-    /// Bytes of one input of a block.
+    /// Bytes of one activation: of the input of a block, or of the residual stream between attention and MLP.
     pub bytes: usize,
+    /// Activations of a block that leave: 1 (its input), or 2.
+    pub parts: usize,
     /// The blocks whose inputs could leave: all that are trained but the last.
     pub first: usize,
     /// One past them.
     pub end: usize,
+}
+
+/// Which activation of a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum ActivationPart {
+    /// Its input.
+    Input,
+    /// The residual stream between attention and MLP.
+    Middle,
+}
+
+impl Load {
+    /// How many activations leave in a pass.
+    fn num_slots(&self) -> usize {
+        (self.end - self.first) * self.parts
+    }
+
+    fn slot(&self, block: usize, part: ActivationPart) -> usize {
+        (block - self.first) * self.parts + part as usize
+    }
 }
 
 /// What a pass with offload came to.
@@ -163,9 +185,9 @@ impl Offload {
         if self.refused.is_some() {
             return false;
         }
-        if load.bytes > self.buffer_bytes {
+        if load.bytes * load.parts > self.buffer_bytes {
             // More than was looked at when the number of buffers was chosen, for what is recorded as well.
-            (self.buffer_bytes, self.buffers) = (load.bytes, None);
+            (self.buffer_bytes, self.buffers) = (load.bytes * load.parts, None);
             self.generation += 1;
         }
         self.num_blocks = self.num_blocks.max(load.end - load.first);
@@ -173,7 +195,7 @@ impl Offload {
     }
 
     fn make_room(&mut self, device: &Device, load: Load) -> Result<(), String> {
-        let num_slots = load.end - load.first;
+        let num_slots = load.num_slots();
         if self.carrier.as_ref().is_some_and(|carrier| carrier.has_room(num_slots, load.bytes)) {
             return Ok(());
         }
@@ -203,18 +225,19 @@ impl Offload {
         Carrier::new(device, num_slots, bytes, pinned, self.faults).map_err(|error| format!("{error:#}"))
     }
 
-    /// The second device buffer of `shape` for what comes back, where there are two.
-    fn second_buffer(&mut self, device: &Device, shape: &[usize]) -> Option<Tensor> {
-        let bytes = (shape.iter().product::<usize>() * device.dtype().num_bytes()) as u64;
+    /// The second device buffer for what comes back, where there are two: `parts` tensors of `shape`.
+    fn second_buffer(&mut self, device: &Device, shape: &[usize], parts: usize) -> Vec<Tensor> {
+        let bytes = (parts * shape.iter().product::<usize>() * device.dtype().num_bytes()) as u64;
         let (wanted, why) = self.buffers.take().unwrap_or_else(|| self.choose_buffers(device, bytes));
         self.buffers = Some((wanted, why));
         if wanted < 2 {
-            return None;
+            return Vec::new();
         }
-        let refused = self.faults.second_buffer;
-        let second = (!refused).then(|| device.try_empty(MemoryCategory::OffloadBuffers, shape)).flatten();
-        if second.is_none() {
+        let room = || device.try_empty(MemoryCategory::OffloadBuffers, shape).filter(|_| !self.faults.second_buffer);
+        let second: Vec<Tensor> = (0..parts).map_while(|_| room()).collect();
+        if second.len() < parts {
             self.drop_second_buffer(format!("there is no memory for a second buffer of {}", units::bytes(bytes)));
+            return Vec::new();
         }
         second
     }
@@ -247,14 +270,14 @@ pub(super) struct Travel<'a> {
     free: Vec<Tensor>,
     /// Copies back that are under way, the next block's first.
     reloads: VecDeque<(usize, Reload)>,
-    /// One past the block whose input is to come back next.
-    next: usize,
+    /// Copies back that were started.
+    num_reloads: usize,
 }
 
 impl<'a> Travel<'a> {
     /// For a pass over a batch for which [`Offload::prepare`] has made room.
     pub(super) fn new(offload: MutexGuard<'a, Offload>, device: &'a Device, load: Load) -> Self {
-        Self { offload, device, load, free: Vec::new(), reloads: VecDeque::new(), next: load.end }
+        Self { offload, device, load, free: Vec::new(), reloads: VecDeque::new(), num_reloads: 0 }
     }
 
     /// Whether the input of a block leaves.
@@ -267,15 +290,18 @@ impl<'a> Travel<'a> {
         self.offload.error.is_some()
     }
 
-    /// The input of a block is computed, and the block is to be queued next.
-    pub(super) fn store(&mut self, block: usize, x: &Tensor) {
-        let slot = block - self.load.first;
+    /// The input of a block is computed, and the block is to be queued next; or another activation of it, which nobody will read.
+    pub(super) fn store(&mut self, block: usize, part: ActivationPart, x: &Tensor) {
+        let slot = self.load.slot(block, part);
         self.with_carrier(|carrier| carrier.store(slot, x, block as u32));
     }
 
-    /// The block that reads `x` is queued.
-    pub(super) fn leave(&mut self, block: usize, x: Tensor) {
-        let slot = block - self.load.first;
+    /// The block that reads `x`, its input, is queued; what is no input is stored on the way.
+    pub(super) fn leave(&mut self, block: usize, part: ActivationPart, x: Tensor) {
+        if part != ActivationPart::Input {
+            self.store(block, part, &x);
+        }
+        let slot = self.load.slot(block, part);
         let _phase = self.device.clock().enter(Phase::ExposedCopy, Pass::Forward, Some(block as u32));
         self.with_carrier(|carrier| carrier.leave(slot, x, block as u32));
     }
@@ -292,7 +318,8 @@ impl<'a> Travel<'a> {
     /// The backward pass begins, over inputs of `shape`. The first buffer is the input of the last block, when that block is done; with a second one
     /// the first copy starts now.
     pub(super) fn return_into(&mut self, shape: &[usize]) {
-        self.free.extend(self.offload.second_buffer(self.device, shape));
+        let second = self.offload.second_buffer(self.device, shape, self.load.parts);
+        self.free.extend(second);
         if self.offload.faults.memory_for_two && !self.free.is_empty() {
             let error = OutOfMemory { wanted_bytes: 0, free_bytes: 0, category: MemoryCategory::Workspace.name() };
             self.offload.error = Some(error.into());
@@ -301,28 +328,31 @@ impl<'a> Travel<'a> {
         self.reload();
     }
 
-    /// The input of a block; compute waits for it.
-    pub(super) fn arrive(&mut self, block: usize) -> Option<Tensor> {
-        let (_, reload) = self.reloads.pop_front().filter(|(of, _)| *of == block)?;
+    /// An activation of a block; compute waits for it. They come in the order of the parts.
+    pub(super) fn arrive(&mut self, block: usize, part: ActivationPart) -> Option<Tensor> {
+        let slot = self.load.slot(block, part);
+        let (_, reload) = self.reloads.pop_front().filter(|(of, _)| *of == slot)?;
         let _phase = self.device.clock().enter(Phase::ExposedCopy, Pass::Backward, Some(block as u32));
         self.with_carrier(|carrier| carrier.arrive(reload))
     }
 
-    /// The backward pass of the block that reads `x` is queued: its buffer is free for the next copy.
-    pub(super) fn done(&mut self, x: Tensor) {
-        self.free.push(x);
+    /// The backward pass of the block that reads these activations is queued: their buffers are free for the next copies.
+    pub(super) fn done(&mut self, activations: impl Iterator<Item = Tensor>) {
+        self.free.extend(activations);
         self.reload();
     }
 
     /// Starts copies back into the free buffers, from the highest block down.
     fn reload(&mut self) {
-        while self.next > self.load.first
+        while self.num_reloads < self.load.num_slots()
             && let Some(buffer) = self.free.pop()
         {
-            self.next -= 1;
-            let (block, slot) = (self.next, self.next - self.load.first);
+            let (blocks, part) = (self.num_reloads / self.load.parts, self.num_reloads % self.load.parts);
+            self.num_reloads += 1;
+            let block = self.load.end - 1 - blocks;
+            let slot = (block - self.load.first) * self.load.parts + part;
             let Some(reload) = self.with_carrier(|carrier| carrier.reload(slot, buffer, block as u32)) else { return };
-            self.reloads.push_back((block, reload));
+            self.reloads.push_back((slot, reload));
         }
     }
 
@@ -404,7 +434,8 @@ impl Transformer {
     /// What batches of `tokens` tokens ask of the carrier.
     fn load_of(&self, tokens: usize) -> Load {
         let bytes = tokens * self.config.hidden_size * self.device.dtype().num_bytes();
-        Load { tokens, bytes, first: self.first_trained_block(), end: self.blocks.len().saturating_sub(1) }
+        let parts = if self.keeps_middle() { 2 } else { 1 };
+        Load { tokens, bytes, parts, first: self.first_trained_block(), end: self.blocks.len().saturating_sub(1) }
     }
 
     /// The carrier for a pass over `batch`, where its activations are offloaded.

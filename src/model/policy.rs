@@ -62,6 +62,8 @@ pub struct MemoryPolicy {
     pub optimizer_state: Placement,
     /// What weights in 4 bits are multiplied as.
     pub dequantized: Dequantized,
+    /// Whether blocks that are computed again keep the residual stream between attention and MLP beside their input.
+    pub middle: bool,
     /// Most rows (tokens) that the MLP of a block takes at one time where its activations are not kept; 0: all of a pass.
     pub mlp_rows: usize,
     /// Most tokens of a pass into which packs of a step are joined; 0: each pack has a pass of its own.

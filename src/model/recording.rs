@@ -44,6 +44,8 @@ struct Kind {
     activations: Activations,
     attention: AttentionPath,
     mlp_rows: usize,
+    /// Whether the residual stream between attention and MLP is kept.
+    middle: bool,
     /// With offload: how, and with which memory.
     offload: Option<(OffloadPolicy, u64)>,
 }
@@ -168,7 +170,8 @@ impl Transformer {
             (offload.policy(), offload.generation())
         });
         let (total_tokens, mlp_rows) = (batch.total_tokens(), self.mlp_rows());
-        let kind = Kind { total_tokens, activations: options.activations, attention, mlp_rows, offload };
+        let middle = self.keeps_middle();
+        let kind = Kind { total_tokens, activations: options.activations, attention, mlp_rows, middle, offload };
         // A device that has failed does nothing until the step ends, whichever way.
         let usable = recordings.unused.is_none() && !gpu.has_failed();
         let Some(place) = usable.then(|| recordings.place(kind)).flatten() else {
@@ -291,6 +294,7 @@ mod tests {
             total_tokens,
             activations: Activations::Keep,
             attention: AttentionPath::Varlen,
+            middle: false,
             mlp_rows: 0,
             offload: None,
         }

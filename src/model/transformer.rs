@@ -6,11 +6,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use anyhow::ensure;
 
 use super::batch::DeviceBatch;
-use super::block::{Block, BlockSaved, Tiling};
+use super::block::{Block, BlockSaved, Leave, Left, Tiling};
 use super::config::ModelConfig;
 use super::lora::LoraSpec;
 use super::metadata::{CacheCounts, CacheEntry, MetadataCache, MetadataPolicy, SequenceMetadata};
-use super::offload::{Offload, Travel};
+use super::offload::{ActivationPart, Offload, Travel};
 use super::policy::{Activations, AttentionPath, Dequantized, Placement, WeightFormat};
 use super::rotary;
 use super::skeleton::{Skeleton, TIED, skeleton};
@@ -40,6 +40,7 @@ pub struct Transformer {
     embedding_refused: Option<String>,
     attention_path: AttentionPath,
     mlp_rows: usize,
+    keeps_middle: bool,
     metadata: MetadataCache,
     pub(super) offload: Mutex<Offload>,
     inv_freq: Vec<f32>,
@@ -86,16 +87,28 @@ pub(super) struct BlockRun<'a> {
 
 /// What a block left for its backward pass.
 pub(super) struct Kept {
-    x: Input,
+    x: Activation,
+    /// Residual stream between attention and MLP, where that is kept beside the input.
+    middle: Option<Activation>,
     /// With the metadata that it was made with.
     saved: Option<(BlockSaved, Arc<SequenceMetadata>)>,
 }
 
-/// The input of a block, until its backward pass.
-enum Input {
+/// An activation of a block, until its backward pass.
+enum Activation {
     Here(Tensor),
     /// In host memory.
     Away,
+}
+
+impl Activation {
+    /// The activation on the device again.
+    fn arrive(self, block: &Block, part: ActivationPart, travel: &mut Option<&mut Travel<'_>>) -> Option<Tensor> {
+        match self {
+            Self::Here(tensor) => Some(tensor),
+            Self::Away => travel.as_mut()?.arrive(block.index as usize, part),
+        }
+    }
 }
 
 impl Transformer {
@@ -118,6 +131,7 @@ impl Transformer {
             embedding_refused,
             attention_path: AttentionPath::default(),
             mlp_rows: 0,
+            keeps_middle: false,
             metadata: MetadataCache::new(MetadataPolicy::default(), config.windows().len()),
             offload: Mutex::default(),
             inv_freq: rotary::inv_freq(config),
@@ -206,6 +220,17 @@ impl Transformer {
     /// takes all of them, which 0 means.
     pub fn set_mlp_rows(&mut self, mlp_rows: usize) {
         self.mlp_rows = mlp_rows;
+    }
+
+    /// Sets whether blocks that are computed again keep the residual stream between attention and MLP beside their input, in every pass from now on: a
+    /// product less for another activation. A new model's do not.
+    pub fn set_keeps_middle(&mut self, keeps_middle: bool) {
+        self.keeps_middle = keeps_middle;
+    }
+
+    /// What [`Self::set_keeps_middle`] set.
+    pub(super) fn keeps_middle(&self) -> bool {
+        self.keeps_middle
     }
 
     /// What [`Self::set_mlp_rows`] set.
@@ -328,24 +353,35 @@ impl Transformer {
                 return None;
             }
             if let Some(carrier) = &mut carrier {
-                carrier.store(i, &x);
+                carrier.store(i, ActivationPart::Input, &x);
                 if carrier.has_failed() {
                     return None;
                 }
             }
-            let keep = i >= first && activations == Activations::Keep;
+            let leave = match activations {
+                _ if i < first => Leave::Nothing,
+                Activations::Keep => Leave::Everything,
+                Activations::Recompute | Activations::Offload if self.keeps_middle => Leave::Middle,
+                Activations::Recompute | Activations::Offload => Leave::Nothing,
+            };
             let metadata = metadata(block, Pass::Forward);
-            let (out, saved) = block.forward(ctx, metadata.sequences(batch), &x, keep, self.mlp_rows);
+            let (out, left) = block.forward(ctx, metadata.sequences(batch), &x, leave, self.mlp_rows);
             let input = std::mem::replace(&mut x, out);
             if i >= first {
-                let x = match carrier {
-                    None => Input::Here(input),
+                let mut keep = |part, tensor: Tensor| match &mut carrier {
+                    None => Activation::Here(tensor),
                     Some(carrier) => {
-                        carrier.leave(i, input);
-                        Input::Away
+                        carrier.leave(i, part, tensor);
+                        Activation::Away
                     }
                 };
-                kept.push(Kept { x, saved: saved.map(|saved| (saved, metadata)) });
+                let (middle, saved) = match left {
+                    Left::Nothing => (None, None),
+                    Left::Middle(middle) => (Some(middle), None),
+                    Left::Everything(saved) => (None, Some((*saved, metadata))),
+                };
+                let x = keep(ActivationPart::Input, input);
+                kept.push(Kept { x, middle: middle.map(|middle| keep(ActivationPart::Middle, middle)), saved });
             }
         }
         if let Some(travel) = travel {
@@ -399,29 +435,30 @@ impl Transformer {
         }
         // Who offloads or takes the MLP in tiles is short of memory.
         let mlp_rows = self.mlp_rows;
-        let short = travel.is_some() || Tiling::new(batch.total_tokens(), mlp_rows).is_split();
-        let keep = if short { Keep::Longest } else { Keep::Inputs };
+        let is_split = Tiling::new(batch.total_tokens(), mlp_rows).is_split();
+        let keep = if travel.is_some() || is_split { Keep::Longest } else { Keep::Inputs };
         let first = self.first_trained_block();
         let embedding_trains = self.params.is_trainable(self.embed_tokens.weight);
-        for (block, Kept { x, saved }) in self.blocks[first..].iter().zip(kept).rev() {
+        for (block, Kept { x, middle, saved }) in self.blocks[first..].iter().zip(kept).rev() {
             if stopped() {
                 return None;
             }
-            let x = match x {
-                Input::Here(x) => x,
-                Input::Away => travel.as_mut()?.arrive(block.index as usize)?,
+            let x = x.arrive(block, ActivationPart::Input, &mut travel)?;
+            let middle = match middle {
+                None => None,
+                Some(middle) => Some(middle.arrive(block, ActivationPart::Middle, &mut travel)?),
             };
-            // What is computed again reads the same matrices as the backward pass after it: worth keeping where memory is not short.
-            let _held = (saved.is_none() && !short).then(|| block.hold(ctx));
+            // What is computed again reads the same matrices as the backward pass after it: worth keeping where they are not most of what is held.
+            let _held = (saved.is_none() && !is_split).then(|| block.hold(ctx));
             let (saved, metadata) = saved.unwrap_or_else(|| {
                 let metadata = metadata(block, Pass::Backward);
                 let _phase = self.device.clock().enter(Phase::Recompute, Pass::Backward, Some(block.index));
-                (block.recompute(ctx, metadata.sequences(batch), &x, keep), metadata)
+                (block.recompute(ctx, metadata.sequences(batch), &x, middle, keep), metadata)
             });
             let need_dx = embedding_trains || block.index as usize > first;
-            block.backward(ctx, grads, metadata.sequences(batch), &x, saved, dx, need_dx, mlp_rows);
+            let middle = block.backward(ctx, grads, metadata.sequences(batch), &x, saved, dx, need_dx, mlp_rows);
             if let Some(travel) = &mut travel {
-                travel.done(x);
+                travel.done([Some(x), middle].into_iter().flatten());
             }
         }
         Some(())
@@ -465,7 +502,7 @@ impl Transformer {
                 return None;
             }
             let metadata = self.metadata(batch, block.window, Pass::Forward);
-            x = block.forward(ctx, metadata.sequences(batch), &x, false, self.mlp_rows).0;
+            x = block.forward(ctx, metadata.sequences(batch), &x, Leave::Nothing, self.mlp_rows).0;
         }
         Some(x)
     }

@@ -309,6 +309,8 @@ pub struct MemoryConfig {
     pub optimizer_state: PlacementChoice,
     /// What weights in 4 bits are multiplied as.
     pub dequantized: DequantizedChoice,
+    /// Whether blocks that are computed again keep the residual stream between attention and MLP beside their input: a product less for an activation.
+    pub middle: Switch,
     /// Most tokens that the MLP of a block takes at one time; 0 leaves it to Tandem.
     pub mlp_rows: usize,
     /// Most tokens of a pass into which packs of a step are joined; 0 leaves it to Tandem.
@@ -325,6 +327,7 @@ impl MemoryConfig {
                 DequantizedChoice::Auto | DequantizedChoice::Scratch => Dequantized::Scratch,
                 DequantizedChoice::Resident => Dequantized::Resident,
             },
+            middle: self.middle == Switch::On,
             mlp_rows: self.mlp_rows,
             pass_tokens: self.pass_tokens,
         }

@@ -61,31 +61,39 @@ fn bits(reports: &[StepReport]) -> Vec<[u64; 2]> {
     reports.iter().map(|report| [report.loss.to_bits(), report.grad_norm.to_bits()]).collect()
 }
 
+/// What blocks keep, buffers for what comes back, and whether the residual stream between attention and MLP is kept.
+const WAYS: [(Activations, usize, bool); 7] = [
+    (Activations::Keep, 0, false),
+    (Activations::Recompute, 0, false),
+    (Activations::Recompute, 0, true),
+    (Activations::Offload, 1, false),
+    (Activations::Offload, 1, true),
+    (Activations::Offload, 2, false),
+    (Activations::Offload, 2, true),
+];
+
 #[test]
 fn no_switch_changes_a_bit_of_twenty_steps() {
     for method in [MethodKind::Lora, MethodKind::Full] {
         for attention in [AttentionPath::Varlen, AttentionPath::Masked] {
-            let of = |activations, buffers, metadata| Switches {
+            let of = |activations, buffers, middle, metadata| Switches {
                 activations,
                 attention,
                 metadata: MetadataPolicy { metadata, capacity: 0 },
                 offload: offload(buffers),
                 cuda_graphs: true,
-                memory: MemoryPolicy::default(),
+                memory: MemoryPolicy { middle, ..MemoryPolicy::default() },
             };
             let run = |switches| bits(&steps(&mut trainer(&cpu(2), method, switches), 20));
-            let reference = run(of(Activations::Keep, 0, Metadata::Cached));
+            let reference = run(of(Activations::Keep, 0, false, Metadata::Cached));
             // What trains makes no difference to metadata: once is enough.
             let all = &[Metadata::Cached, Metadata::Fused, Metadata::Published];
             for &metadata in if method == MethodKind::Lora { &all[..] } else { &all[..1] } {
-                for (activations, buffers) in [
-                    (Activations::Keep, 0),
-                    (Activations::Recompute, 0),
-                    (Activations::Offload, 1),
-                    (Activations::Offload, 2),
-                ] {
-                    let got = run(of(activations, buffers, metadata));
-                    let what = format!("{method:?}, {attention:?}, {activations:?}, {buffers} buffers, {metadata:?}");
+                for (activations, buffers, middle) in WAYS.into_iter().filter(|way| !way.2 || metadata == all[0]) {
+                    let got = run(of(activations, buffers, middle, metadata));
+                    let what = format!(
+                        "{method:?}, {attention:?}, {activations:?}, {buffers} buffers, middle {middle}, {metadata:?}"
+                    );
                     assert_eq!(got, reference, "{what}");
                 }
             }

@@ -3,7 +3,8 @@
 use super::*;
 use crate::tensor::cuda::PinnedBytes;
 use crate::train::config::{
-    Dequantized, DequantizedChoice, MemoryPolicy, MethodConfig, MethodKind, OptimizerConfig, Placement, PlacementChoice,
+    Dequantized, DequantizedChoice, MemoryPolicy, MethodConfig, MethodKind, OptimizerConfig, Placement,
+    PlacementChoice, Switch,
 };
 
 const LLAMA_1B: &str = include_str!("../../assets/models/llama-3.2-1b.json");
@@ -26,6 +27,7 @@ fn planner(config: &str, tokens: usize, vram_bytes: u64) -> Planner {
         memory: Some(MemoryConfig {
             optimizer_state: PlacementChoice::Device,
             mlp_rows: tokens,
+            middle: Switch::Off,
             ..MemoryConfig::default()
         }),
         work: Workload { tokens, longest: tokens, batches: 1 },
@@ -76,7 +78,7 @@ fn parts_add_up_to_the_peak_and_slabs_hold_it() {
 fn host_memory_takes_what_is_read_in_rows_before_blocks_keep_less_and_state_at_the_end() {
     let mut planner = planner(QWEN3_8B, 2048, 1000 * GIB);
     planner.setup.method.kind = MethodKind::Qlora;
-    planner.memory = Some(MemoryConfig::default());
+    planner.memory = Some(MemoryConfig { middle: Switch::Off, ..MemoryConfig::default() });
     let plan = planner.plan();
     let ways: Vec<(Activations, MemoryPolicy)> =
         plan.tried.iter().map(|tried| (tried.switches.activations, tried.switches.memory)).collect();
@@ -254,4 +256,35 @@ fn deviations_are_told_from_a_twentieth_on() {
     let told = deviation("the peak", GIB, GIB + GIB / 10).unwrap();
     assert_eq!(told, "the peak: 1.10 GiB where 1.00 GiB were planned (+10.0 %)");
     assert!(deviation("the peak", GIB, GIB - GIB / 10).is_some());
+}
+
+#[test]
+fn the_stream_between_attention_and_mlp_is_kept_where_it_fits_before_blocks_keep_less() {
+    let mut planner = planner(QWEN3_8B, 8192, 1000 * GIB);
+    planner.memory.as_mut().unwrap().middle = Switch::Auto;
+    let plan = planner.plan();
+    let ways: Vec<(Activations, usize, bool)> = plan
+        .tried
+        .iter()
+        .map(|tried| (tried.switches.activations, tried.switches.offload.buffers, tried.switches.memory.middle))
+        .collect();
+    let first = |way| ways.iter().position(|other| *other == way).unwrap();
+    let order = [
+        first((Activations::Keep, 0, false)),
+        first((Activations::Recompute, 0, true)),
+        first((Activations::Recompute, 0, false)),
+        first((Activations::Offload, 2, true)),
+        first((Activations::Offload, 2, false)),
+        first((Activations::Offload, 1, false)),
+    ];
+    assert!(order.is_sorted(), "{ways:?}");
+    // On the device it takes an activation a block; offloaded, one more for each buffer, and as much host memory again.
+    let need = |number: usize| plan.tried[order[number]].need.as_ref().unwrap();
+    let activation = (8192 * planner.config.hidden_size * 2) as u64;
+    let blocks = planner.config.num_hidden_layers as u64;
+    let more = need(1).peak_bytes - need(2).peak_bytes;
+    assert!((blocks - 2..=blocks).contains(&(more / activation)), "{more}");
+    let more = need(3).peak_bytes - need(4).peak_bytes;
+    assert!(more <= 3 * activation, "{more}");
+    assert_eq!(need(3).pinned_bytes - need(4).pinned_bytes, (blocks - 1) * activation);
 }

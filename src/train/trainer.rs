@@ -209,6 +209,7 @@ impl Trainer {
     fn apply_switches(&mut self) {
         let Switches { attention, metadata, offload, cuda_graphs, memory, activations: _ } = self.setup.switches;
         self.model.set_mlp_rows(memory.mlp_rows);
+        self.model.set_keeps_middle(memory.middle);
         self.model.set_attention_path(attention);
         self.model.set_metadata_policy(metadata);
         self.model.set_offload_policy(offload);

@@ -64,12 +64,18 @@ fn no_switch_changes_a_bit_of_twenty_steps() {
         for attention in [AttentionPath::Varlen, AttentionPath::Masked] {
             let mut reference = None;
             for metadata in [Metadata::Cached, Metadata::Fused, Metadata::Published] {
-                for (activations, buffers) in [
-                    (Activations::Keep, 0),
-                    (Activations::Recompute, 0),
-                    (Activations::Offload, 1),
-                    (Activations::Offload, 2),
+                for (activations, buffers, middle) in [
+                    (Activations::Keep, 0, false),
+                    (Activations::Recompute, 0, false),
+                    (Activations::Recompute, 0, true),
+                    (Activations::Offload, 1, false),
+                    (Activations::Offload, 1, true),
+                    (Activations::Offload, 2, false),
+                    (Activations::Offload, 2, true),
                 ] {
+                    if middle && metadata != Metadata::Cached {
+                        continue;
+                    }
                     for cuda_graphs in [false, true] {
                         let switches = Switches {
                             activations,
@@ -77,7 +83,7 @@ fn no_switch_changes_a_bit_of_twenty_steps() {
                             metadata: MetadataPolicy { metadata, capacity: 0 },
                             offload: offload(buffers),
                             cuda_graphs,
-                            memory: MemoryPolicy::default(),
+                            memory: MemoryPolicy { middle, ..MemoryPolicy::default() },
                         };
                         let (trainer, reports) = run(&family, &device, switches, Faults::default(), 20);
                         let got = bits(&reports);

@@ -107,7 +107,7 @@ pub(super) fn settings([a, b]: [&Switches; 2]) -> Vec<Setting> {
 }
 
 /// Switches as fields of `run.toml` with their values as TOML.
-fn fields(switches: &Switches) -> [(&'static str, String); 12] {
+fn fields(switches: &Switches) -> [(&'static str, String); 13] {
     let Switches { activations, attention, metadata, offload, cuda_graphs, memory } = switches;
     let word = |word: &str| format!("\"{word}\"");
     let activations = match activations {
@@ -137,6 +137,7 @@ fn fields(switches: &Switches) -> [(&'static str, String); 12] {
         ("memory.pass_tokens", memory.pass_tokens.to_string()),
         ("memory.embedding", word(place(memory.embedding))),
         ("memory.optimizer_state", word(place(memory.optimizer_state))),
+        ("memory.middle", word(if memory.middle { "on" } else { "off" })),
         ("memory.dequantized", word(if memory.dequantized == Dequantized::Resident { "resident" } else { "scratch" })),
     ]
 }

@@ -125,6 +125,7 @@ pub const FIELDS: &[Field] = &[
     field("memory", "embedding", FieldKind::Choice(PLACEMENTS)),
     field("memory", "optimizer_state", FieldKind::Choice(PLACEMENTS)),
     field("memory", "dequantized", FieldKind::Choice(&["auto", "scratch", "resident"])),
+    field("memory", "middle", FieldKind::Choice(&["auto", "on", "off"])),
     field("memory", "mlp_rows", FieldKind::Integer),
     field("memory", "pass_tokens", FieldKind::Integer),
 ];

@@ -4,22 +4,24 @@ use super::{Planner, Workload};
 use crate::base::units;
 use crate::train::config::{
     Activations, AttentionPath, Dequantized, DequantizedChoice, MemoryPolicy, MethodKind, Placement, PlacementChoice,
+    Switch,
 };
 use crate::train::switches::Switches;
 
 /// What blocks keep, the fastest first.
-const KEPT: [fn(&mut Switches); 4] = [
-    |switches| switches.activations = Activations::Keep,
-    |switches| switches.activations = Activations::Recompute,
-    |switches| {
-        switches.activations = Activations::Offload;
-        switches.offload.buffers = 2;
-    },
-    |switches| {
-        switches.activations = Activations::Offload;
-        switches.offload.buffers = 1;
-    },
+const KEPT: [fn(&mut Switches); 6] = [
+    |switches| kept(switches, Activations::Keep, false, None),
+    |switches| kept(switches, Activations::Recompute, true, None),
+    |switches| kept(switches, Activations::Recompute, false, None),
+    |switches| kept(switches, Activations::Offload, true, Some(2)),
+    |switches| kept(switches, Activations::Offload, false, Some(2)),
+    |switches| kept(switches, Activations::Offload, false, Some(1)),
 ];
+
+fn kept(switches: &mut Switches, activations: Activations, middle: bool, buffers: Option<usize>) {
+    (switches.activations, switches.memory.middle) = (activations, middle);
+    switches.offload.buffers = buffers.unwrap_or(switches.offload.buffers);
+}
 
 /// Where things lie, the fastest first; each is tried with all that blocks may keep before they keep less.
 const PLACES: [fn(&mut MemoryPolicy); 3] = [
@@ -109,6 +111,9 @@ impl Planner {
         if asked.dequantized != DequantizedChoice::Auto || self.setup.method.kind != MethodKind::Qlora {
             memory.dequantized = set.dequantized;
         }
+        if asked.middle != Switch::Auto {
+            memory.middle = set.middle;
+        }
         if asked.mlp_rows != 0 {
             memory.mlp_rows = set.mlp_rows;
         }
@@ -136,7 +141,11 @@ impl Planner {
                 Dequantized::Scratch => "weights in 4 bits are dequantized for each block",
             });
         }
-        let MemoryPolicy { embedding, optimizer_state, mlp_rows, pass_tokens, dequantized: _ } = switches.memory;
+        let MemoryPolicy { embedding, optimizer_state, mlp_rows, pass_tokens, middle, dequantized: _ } =
+            switches.memory;
+        if middle {
+            add("so does the residual stream between attention and MLP");
+        }
         match (embedding, optimizer_state) {
             (Placement::Host, Placement::Host) => {
                 add("the embedding's table and the optimizer's state lie in host memory");
@@ -173,6 +182,9 @@ impl Planner {
                 Dequantized::Resident => "dequantized = \"resident\" in [memory]",
                 Dequantized::Scratch => "dequantized = \"scratch\" in [memory]",
             });
+        }
+        if switches.memory.middle {
+            add("middle = \"on\" in [memory]");
         }
         if switches.memory.embedding == Placement::Host {
             add("embedding = \"host\" in [memory]");
