@@ -36,6 +36,8 @@ const LEFT: f32 = 392.0;
 const RIGHT: f32 = 372.0;
 /// Height below which the tiles of a column get less room and scroll.
 const ROOMY: f32 = 700.0;
+/// Height of the Start tile where others need the room.
+const SMALL_START: f32 = 262.0;
 /// Height from which the memory plan has a tile of its own.
 const WITH_PLAN: f32 = 780.0;
 
@@ -213,22 +215,19 @@ impl SetupView {
         let (data, sees) = split(second, if roomy { data_tile::HEIGHT } else { data_tile::HEIGHT - 46.0 });
         self.data_tile(ui, data, context);
         self.sees_tile(ui, sees);
-        // Where there is no room for it, the plan is a side of the tile above.
+        // Where there is no room for it, the plan is a side of the tile of rows.
         let apart = area.height() >= WITH_PLAN;
-        let start = match (apart, roomy) {
-            (true, _) => 300.0,
-            (false, true) => start_tile::HEIGHT,
-            (false, false) => 262.0,
+        let start = if apart || !roomy { SMALL_START } else { start_tile::HEIGHT };
+        let (upper, start) = match apart {
+            false => split(third, area.height() - start),
+            true => {
+                let (rows, rest) = split(third, self.side.height());
+                let (memory, start) = split(rest, (rest.height() - start).min(memory_tile::HEIGHT));
+                self.memory_tile(ui, memory, context);
+                (rows, start)
+            }
         };
-        let (rows, start) = split(third, area.height() - start);
-        let rows = if apart {
-            let (rows, memory) = split(rows, rows.height() - memory_tile::HEIGHT);
-            self.memory_tile(ui, memory, context);
-            rows
-        } else {
-            rows
-        };
-        self.rows_tile(ui, rows, apart, &problems);
+        self.rows_tile(ui, upper, apart, &problems);
         self.start_tile(ui, start, &config, &problems, context);
         context.probe.state("preview", self.jobs.preview.version);
     }

@@ -84,19 +84,23 @@ impl Planner {
         let there = units::bytes(self.machine.vram_bytes);
         let passed = &tried[..found.unwrap_or(tried.len())];
         // Of ways that keep the same, the one that takes least speaks for all.
+        let kept = |tried: &Tried| kept_in_words(&tried.switches);
+        let is_found = |words: &str| found.is_some_and(|found| kept(&tried[found]) == words);
         let mut reasons = Vec::new();
-        for same in passed.chunk_by(|a, b| kept_in_words(&a.switches) == kept_in_words(&b.switches)) {
-            let kept = kept_in_words(&same[0].switches);
-            match same.iter().filter_map(|tried| tried.need.as_ref()).map(Need::vram_bytes).min() {
-                Some(least) if found.is_some_and(|found| kept_in_words(&tried[found].switches) == kept) => {
-                    reasons.push(format!("faster ways of {kept} would take {} at least", units::bytes(least)));
-                }
-                Some(least) => reasons.push(format!("{kept} would take {}", units::bytes(least))),
-                None => {
-                    let against = same[0].against.as_deref().unwrap_or("it cannot be done");
-                    reasons.push(format!("not {kept}: {against}"));
-                }
+        let mut told = Vec::new();
+        for words in passed.iter().map(kept) {
+            if told.contains(&words) {
+                continue;
             }
+            told.push(words);
+            let same = || passed.iter().filter(|tried| kept(tried) == words);
+            let least = same().filter_map(|tried| tried.need.as_ref()).map(Need::vram_bytes).min();
+            let against = same().find_map(|tried| tried.against.as_deref()).unwrap_or("it cannot be done");
+            reasons.push(match least.map(units::bytes) {
+                Some(least) if is_found(words) => format!("faster ways of {words} would take {least} at least"),
+                Some(least) => format!("{words} would take {least}"),
+                None => format!("not {words}: {against}"),
+            });
         }
         reasons.push(match found.and_then(|found| tried[found].need.as_ref()) {
             Some(need) => format!("this takes {} of {there}", units::bytes(need.vram_bytes())),
@@ -120,7 +124,7 @@ impl Planner {
         }
         let leanest = tried.iter().filter(|tried| tried.need.is_some()).min_by_key(|tried| vram_bytes(tried));
         if let Some(leanest) = leanest {
-            let (needed, most) = (vram_bytes(leanest), self.work.tokens - self.work.tokens / 16);
+            let (needed, most) = (vram_bytes(leanest), self.work.tokens.saturating_sub(1));
             if let Some(tokens) = self.longest_that_fits(leanest.switches, most) {
                 advice.push(format!("set pack_len = {tokens} in [packing], instead of {}", self.work.tokens));
             }

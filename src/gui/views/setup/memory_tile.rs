@@ -13,8 +13,8 @@ use crate::gui::{figures, fonts};
 use crate::session::MemoryCategory;
 use crate::session::estimate::{Estimate, HostPart, MemoryPlan, Need};
 
-/// Height that the tile needs.
-pub const HEIGHT: f32 = 272.0;
+/// Height that the tile needs where a run does not fit; with less it scrolls.
+pub const HEIGHT: f32 = 360.0;
 
 /// One part of a budget: name, bytes, colour.
 type Part = (String, u64, Color32);

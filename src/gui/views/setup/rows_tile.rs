@@ -32,6 +32,16 @@ pub enum Side {
     Memory,
 }
 
+impl Side {
+    /// Height that the tile needs beside the memory plan.
+    pub fn height(self) -> f32 {
+        match self {
+            Self::Rows | Self::Memory => 214.0,
+            Self::Optimizations => 312.0,
+        }
+    }
+}
+
 impl SetupView {
     /// `plan_apart` says whether the memory plan has a tile of its own.
     pub(super) fn rows_tile(&mut self, ui: &mut Ui, rect: Rect, plan_apart: bool, problems: &[Problem]) {
