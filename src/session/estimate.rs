@@ -156,7 +156,10 @@ fn machine(config: &RunConfig) -> Result<Machine> {
         Ok(Device::Cpu(_)) => bail!("the CPU was found where a GPU was asked for"),
         Err(none) => match config.train.vram_limit_bytes() {
             Some(vram_bytes) => Ok(Machine::assumed(vram_bytes, true)),
-            None => bail!("there is {none}; give the memory of the card to plan for, as --vram-gib 8"),
+            None => bail!(
+                "the run trains on the CPU here: there is {none}; with vram_limit_gib in [train] (--vram-gib) it is planned for a \
+                 card with as much memory"
+            ),
         },
     }
 }
