@@ -5,13 +5,16 @@
 #[path = "support/golden_family.rs"]
 mod golden_family;
 
-use golden_family::{Family, NEVER, adapter_values, golden_file, set_adapters};
+use std::path::PathBuf;
+
+use golden_family::{Family, NEVER, adapter_values, assert_close, golden_file, set_adapters};
 use half::bf16;
 use tandem::formats::nf4::Nf4;
 use tandem::formats::safetensors::{Dtype, SafetensorsFile};
 use tandem::model::loading::Checkpoint;
 use tandem::model::transformer::{Form, Transformer};
 use tandem::tensor::{Device, MemoryCategory, Precision};
+use tandem::train::batch::upload;
 use tandem::train::config::{Activations, Dequantized, MethodConfig, MethodKind};
 use tandem::train::trainer::{Trainer, lora_spec};
 
@@ -107,5 +110,40 @@ fn golden_qlora_trains_the_same_from_4_bits_and_from_their_values() {
             assert!(equal == adapters, "{}: adapters differ", family.name);
             assert!(scratch_bytes < resident_bytes, "{}: {scratch_bytes} of {resident_bytes}", family.name);
         }
+    }
+}
+
+#[test]
+fn golden_bitsandbytes_folders_give_the_losses_of_transformers_and_peft() {
+    let device = Device::cpu(0, Precision::F32).unwrap();
+    // Where the golden folder has none, all of it is the repository's own.
+    let folders = golden_file("bitsandbytes");
+    let root = folders.parent().unwrap().to_owned();
+    let mut folders: Vec<PathBuf> = std::fs::read_dir(folders).unwrap().map(|entry| entry.unwrap().path()).collect();
+    folders.sort();
+    assert!(!folders.is_empty());
+    for folder in folders {
+        let name = folder.file_name().unwrap().to_string_lossy().into_owned();
+        let reference = SafetensorsFile::open(&folder.join("case.safetensors")).unwrap();
+        // Its documents and the adapter's start are those of the family that the folder was made of.
+        let family = Family::at(&root.join(&name));
+        let method = MethodConfig { kind: MethodKind::Qlora, ..family.method() };
+        let lora = lora_spec(&method);
+        let form = Form { lora: lora.as_ref(), weights: method.weight_format(Dequantized::Scratch), ..Form::default() };
+        let checkpoint = Checkpoint::open(&folder).unwrap();
+        let model = Transformer::load_unless_stopped(&checkpoint, &device, form, &mut |_, _| {}, &NEVER);
+        let model = model.unwrap().unwrap();
+        let batch = family.batch();
+        let rows: Vec<i32> = (0..batch.input_ids.len() as i32).collect();
+        let logits = model.logits(&upload(&model, &batch).unwrap(), &rows, &NEVER).unwrap().to_vec();
+        assert_close(&format!("{name}: logits"), &logits, &reference.to_f32("logits").unwrap(), 1e-4);
+
+        let mut trainer = Trainer::new(model, family.setup(method, Activations::Recompute, true)).unwrap();
+        set_adapters(&mut trainer, &family.case);
+        let wanted = reference.to_f32("lora_loss").unwrap();
+        let step = |_| trainer.step_and_wait(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap().unwrap().loss as f32;
+        let losses: Vec<f32> = (0..wanted.len()).map(step).collect();
+        println!("{name}: {losses:.6?}, PEFT {wanted:.6?}");
+        assert_close(&format!("{name}: losses"), &losses, &wanted, 1e-4);
     }
 }

@@ -97,11 +97,17 @@ impl Family {
                 );
                 continue;
             }
-            let case = SafetensorsFile::open(&folder.join("case.safetensors")).unwrap();
-            families.push(Self { name, folder, case });
+            families.push(Self::at(&folder));
         }
         assert!(!families.is_empty(), "no family below {}", golden().display());
         families
+    }
+
+    /// The family in a folder.
+    pub fn at(folder: &Path) -> Self {
+        let name = folder.file_name().unwrap().to_string_lossy().into_owned();
+        let case = SafetensorsFile::open(&folder.join("case.safetensors")).unwrap();
+        Self { name, folder: folder.to_owned(), case }
     }
 
     pub fn i32s(&self, name: &str) -> Vec<i32> {
