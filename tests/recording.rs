@@ -324,6 +324,32 @@ fn what_host_memory_has_no_room_for_stays_on_the_device_and_the_reason_is_said()
 }
 
 #[test]
+fn what_the_device_has_no_room_for_stays_in_host_memory_and_the_run_goes_on() {
+    // More state than the memory of a pass, which is given back when memory is short.
+    let method = MethodConfig { r: 128, ..MethodConfig::default() };
+    let run = |free_bytes| {
+        let device = Device::recording(RecordingFacts { free_bytes, ..facts() });
+        let mut trainer = trainer(&device, QWEN3_8B, method.clone(), in_host());
+        steps(&mut trainer, &[pack(&[512])], 2);
+        let reach = [Pool::Lasting, Pool::Pass].map(|pool| gpu(&device).arena_bytes(pool).reach);
+        (device, trainer, reach.iter().sum::<u64>())
+    };
+    let (_, _, needed) = run(None);
+    let (device, mut trainer, _) = run(Some(needed + (512 << 20)));
+    let before = device.memory();
+    let memory = MemoryPolicy { optimizer_state: Placement::Device, ..in_host().memory };
+    trainer.set_switches(Switches { memory, ..in_host() });
+    device.check().unwrap();
+    let (on, why) = told(&trainer, Optimization::HostOptimizerState).unwrap();
+    assert!(on && why.contains("it stays there: out of memory"), "{why}");
+    assert_eq!(trainer.switches(), in_host(), "switches say what is");
+    let after = device.memory();
+    assert_eq!(after.now_bytes, before.now_bytes, "what was taken on the way is given back");
+    assert_eq!(after.pinned.unwrap().now, before.pinned.unwrap().now);
+    steps(&mut trainer, &[pack(&[512])], 2);
+}
+
+#[test]
 fn what_lies_where_can_change_between_steps() {
     let device = Device::recording(facts());
     let mut trainer = trainer(&device, QWEN3_8B, MethodConfig::default(), switches(Activations::Recompute));

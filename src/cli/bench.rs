@@ -96,7 +96,7 @@ pub struct BenchArgs {
     #[arg(long, default_value = "auto", value_parser = device)]
     device: DeviceChoice,
     /// Single operations at the sizes of an 8B model, instead of steps.
-    #[arg(long, conflicts_with_all = ["model", "tokens", "pack", "activations", "attention", "metadata", "metadata_entries", "buffers", "graphs", "mlp_rows", "pass_tokens", "warmup", "steps", "r"])]
+    #[arg(long, conflicts_with_all = ["model", "tokens", "pack", "activations", "attention", "metadata", "metadata_entries", "buffers", "graphs", "mlp_rows", "pass_tokens", "warmup", "steps", "r", "method", "dequantized", "middle", "bits", "optimizer_state", "embedding", "one_document"])]
     ops: bool,
     /// One JSON object a row.
     #[arg(long)]

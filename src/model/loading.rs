@@ -13,7 +13,7 @@ use crate::base::error::Result;
 use crate::base::units;
 use crate::formats::blocks::BlockKind;
 use crate::formats::gguf::{GgufFile, unsupported_kind};
-use crate::formats::nf4::{self, Nf4};
+use crate::formats::nf4::{self, Absmax, Nf4};
 use crate::formats::safetensors::{Dtype, TensorInfo};
 
 /// Where a weight is stored.
@@ -73,6 +73,8 @@ pub struct Quantized {
     pub num_elements: u64,
     /// Bytes that they take on disk.
     pub num_bytes: u64,
+    /// Whether the scales of all of them are in 8 bits (double quantization).
+    pub double_quant: bool,
 }
 
 #[derive(Debug)]
@@ -248,7 +250,14 @@ impl Checkpoint {
         let weights: Vec<&Stored> = self.stored.values().filter(|s| s.format == Format::Nf4).collect();
         let num_elements = weights.iter().map(|s| s.shape.iter().product::<usize>() as u64).sum();
         let num_bytes = weights.iter().map(|s| s.num_bytes).sum();
-        (!weights.is_empty()).then_some(Quantized { num_weights: weights.len(), num_elements, num_bytes })
+        let is_double = |stored: &&Stored| match &self.source {
+            Source::Safetensors(shards) => {
+                shards.nf4(&stored.name).is_ok_and(|weight| matches!(weight.absmax(), Absmax::Nested { .. }))
+            }
+            Source::Gguf(_) => false,
+        };
+        let double_quant = weights.iter().all(is_double);
+        (!weights.is_empty()).then_some(Quantized { num_weights: weights.len(), num_elements, num_bytes, double_quant })
     }
 
     /// The values of a weight, row-major. The rows of q and k that llama.cpp reorders are put back; weights in NF4 are dequantized.

@@ -176,7 +176,7 @@ impl Transformer {
         if place == Placement::Device {
             self.embedding_refused = None;
         }
-        if in_host == (place == Placement::Host) {
+        if in_host == (place == Placement::Host) || self.device.has_failed() {
             return false;
         }
         let table = self.params.operand(id);
@@ -185,7 +185,10 @@ impl Transformer {
             _ if self.params.is_trainable(id) => Err("it trains".to_owned()),
             Placement::Host if id == self.head.weight => Err(TIED.to_owned()),
             Placement::Host => self.device.zeros_mapped(category, shape, dtype),
-            Placement::Device => Ok(self.device.empty(category, shape)),
+            Placement::Device => {
+                let room = self.device.empty(category, shape);
+                self.device.check().map(|()| room).map_err(|error| format!("{error:#}"))
+            }
         };
         match moved {
             Ok(mut moved) => {
@@ -196,6 +199,7 @@ impl Transformer {
                     moved.view_mut().row_range(first, count).set(&values);
                 }
                 self.params.replace(id, moved);
+                self.embedding_refused = None;
                 true
             }
             Err(why) => {
@@ -211,7 +215,7 @@ impl Transformer {
         table.is_mapped().then(|| (table.len() * table.dtype().num_bytes()) as u64)
     }
 
-    /// Why the embedding's table lies on the device although it was to lie in host memory.
+    /// Why the embedding's table does not lie where it was to lie.
     pub fn embedding_refused(&self) -> Option<&str> {
         self.embedding_refused.as_deref()
     }

@@ -236,6 +236,13 @@ impl Bench {
         let method = MethodConfig { kind: method, r, ..MethodConfig::default() };
         let optimizer = OptimizerConfig { schedule: ScheduleKind::Constant, bits, ..OptimizerConfig::default() };
         let mut setup = TrainerSetup { method, optimizer, switches, seed: 1, total_steps: 1 };
+        ensure!(
+            options.activations != ActivationsChoice::Auto
+                || matches!(self.device, Device::Cpu(_))
+                || switches.memory == MemoryPolicy::default(),
+            "with --activations auto the memory plan says where things lie and how much is worked on at one time: leave out \
+             --embedding, --optimizer-state, --dequantized, --middle, --mlp-rows and --pass-tokens, or name the activations"
+        );
         let plan = match &self.device {
             Device::Cpu(_) => None,
             Device::Cuda(gpu) => Some((bench_plan::plan(options, &config, &setup, gpu), gpu.clone())),

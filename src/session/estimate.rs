@@ -19,7 +19,7 @@ use crate::model::config::ModelConfig;
 use crate::model::loading::Checkpoint;
 use crate::tensor::Device;
 use crate::tensor::memory::available_host_bytes;
-use crate::train::config::DeviceChoice;
+use crate::train::config::{DeviceChoice, MethodKind};
 pub use crate::train::plan::{HostPart, MemoryPlan, Need, Part, Tried, Workload};
 use crate::train::plan::{Machine, Planner};
 use crate::train::switches::Switches;
@@ -49,6 +49,7 @@ pub fn of_run(config: &RunConfig, stop: &AtomicBool) -> Result<Option<Estimate>>
     let machine = machine(config)?;
     let config = starter::resolved(config)?;
     let checkpoint = Checkpoint::open(&config.model.path)?;
+    let config = as_stored(&config, &checkpoint);
     let builder = training_data::example_builder(&config)?;
     let Some(data) = TrainingData::read(&config, &builder, &|_, _, _| (), stop)? else { return Ok(None) };
     let model = checkpoint.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -71,6 +72,7 @@ pub fn of_preview(config: &RunConfig, preview: &Preview) -> Result<Estimate> {
     };
     let checkpoint = Checkpoint::open(&starter::resolve_model(&config.model.path)?)?;
     let model = checkpoint.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let config = &as_stored(config, &checkpoint);
     estimate(model, config, checkpoint.config(), workload(config, preview.data()), machine)
 }
 
@@ -119,6 +121,15 @@ fn estimate(
         num_parameters: model.num_parameters(),
         plan,
     })
+}
+
+/// The configuration as the weights of `checkpoint` are: what is stored in 4 bits keeps its scales as they are stored.
+pub fn as_stored(config: &RunConfig, checkpoint: &Checkpoint) -> RunConfig {
+    let mut config = config.clone();
+    if let Some(quantized) = checkpoint.quantized().filter(|_| config.method.kind == MethodKind::Qlora) {
+        config.method.double_quant = quantized.double_quant;
+    }
+    config
 }
 
 /// The largest step that a run takes.

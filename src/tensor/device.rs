@@ -144,7 +144,8 @@ impl Device {
     pub fn available_host_bytes(&self) -> Option<u64> {
         match self {
             Self::Cuda(gpu) => match gpu.recording_facts() {
-                Some(facts) => facts.host_bytes,
+                // What was locked before is not available.
+                Some(facts) => facts.host_bytes.map(|bytes| bytes.saturating_sub(gpu.pinned_bytes().now)),
                 None => super::memory::available_host_bytes(),
             },
             Self::Cpu(_) => super::memory::available_host_bytes(),

@@ -122,9 +122,24 @@ impl Optimizer {
             return;
         }
         let (device, mut place) = (model.device().clone(), StatePlace::new(asked));
-        for Slot { id, moments } in &mut self.slots {
-            move_exact(model.params_mut(), &device, *id, &mut place);
-            let mut moved = Moments::zeros(&device, &model.params().get(*id).shape, moments.bits(), &mut place);
+        if device.has_failed() {
+            return;
+        }
+        // All of the room before anything moves: where there is too little, nothing of what trains is lost.
+        let rooms = self.slots.iter().map(|Slot { id, moments }| {
+            let exact = exact_room(model.params(), &device, *id, &mut place);
+            let shape = &model.params().get(*id).shape;
+            (exact, Moments::zeros(&device, shape, moments.bits(), &mut place))
+        });
+        let rooms: Vec<(Option<Tensor>, Moments)> = rooms.collect();
+        if let Err(error) = device.check() {
+            self.place.stays = Some(format!("{error:#}"));
+            return;
+        }
+        for (Slot { id, moments }, (exact, mut moved)) in self.slots.iter_mut().zip(rooms) {
+            if let Some(exact) = exact {
+                model.params_mut().move_exact(*id, exact);
+            }
             moved.set(&moments.values());
             *moments = moved;
         }
@@ -257,14 +272,18 @@ impl Optimizer {
 
 /// Moves the exact value of a parameter whose products read a working copy to where the state shall lie.
 pub(super) fn move_exact(params: &mut Params, device: &Device, id: ParamId, place: &mut StatePlace) {
-    let Some(exact) = params.exact(id) else { return };
-    let (shape, category, in_host) = (exact.shape().to_vec(), exact.category(), exact.is_mapped());
-    let room = match place.asked {
-        Placement::Host => place.host_f32(device, category, &shape),
-        Placement::Device => in_host.then(|| device.empty_f32(category, &shape)),
-    };
-    if let Some(room) = room {
+    if let Some(room) = exact_room(params, device, id, place) {
         params.move_exact(id, room);
+    }
+}
+
+/// Room for such a value where the state shall lie, unless it lies there or there is none.
+fn exact_room(params: &Params, device: &Device, id: ParamId, place: &mut StatePlace) -> Option<Tensor> {
+    let exact = params.exact(id)?;
+    let (shape, category) = (exact.shape(), exact.category());
+    match place.asked {
+        Placement::Host => place.host_f32(device, category, shape),
+        Placement::Device => exact.is_mapped().then(|| device.empty_f32(category, shape)),
     }
 }
 

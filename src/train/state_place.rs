@@ -13,6 +13,8 @@ pub struct StatePlace {
     pub host_bytes: u64,
     /// Why some or all of it lies on the device although it was to lie in host memory.
     pub refused: Option<String>,
+    /// Why it stays in host memory although it was to lie on the device.
+    pub stays: Option<String>,
 }
 
 impl StatePlace {

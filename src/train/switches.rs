@@ -136,10 +136,12 @@ pub fn choices(switches: &Switches, model: &Transformer, reasons: Reasons<'_>) -
                 (false, _) => (false, true, "every kernel is queued by the host".to_owned()),
             },
             Optimization::HostEmbedding => match (model.embedding_host_bytes(), model.embedding_refused()) {
-                (Some(bytes), _) => (true, true, format!("rows of {} are read over the bus", units::bytes(bytes))),
+                (Some(_), Some(why)) => (true, true, format!("it stays there: {why}")),
+                (Some(bytes), None) => (true, true, format!("rows of {} are read over the bus", units::bytes(bytes))),
                 (None, why) => (false, true, why.unwrap_or("as set").to_owned()),
             },
             Optimization::HostOptimizerState => match state {
+                Some(StatePlace { stays: Some(why), .. }) => (true, true, format!("it stays there: {why}")),
                 Some(StatePlace { host_bytes: 0, refused, .. }) => {
                     (false, true, refused.as_deref().unwrap_or("as set").to_owned())
                 }

@@ -220,6 +220,12 @@ impl Trainer {
         }
         let Self { optimizer, model, grads, .. } = self;
         optimizer.place(model, grads, memory.optimizer_state);
+        // What had no room on the device is where it was, and the choices say so.
+        let memory = &mut self.setup.switches.memory;
+        memory.optimizer_state = self.optimizer.state_place().asked;
+        if self.model.embedding_host_bytes().is_some() {
+            memory.embedding = Placement::Host;
+        }
     }
 
     /// Chooses what blocks keep, for packs of at most `tokens` tokens: what was asked for, or the fastest that fits.

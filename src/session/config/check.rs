@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use super::{FIELDS, RunConfig, fields};
 use crate::data::options::LayoutChoice;
 use crate::formats::peft::PROJECTIONS;
-use crate::train::config::MethodKind;
+use crate::train::config::{ActivationsChoice, DequantizedChoice, MethodKind, Switch};
 
 /// Where a field's value came from.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -255,6 +255,17 @@ fn memory(config: &RunConfig, check: &mut Checker) {
     let remedy =
         "it joins the packs of a step, and grad_accum_steps = 1 in [train] makes one: it must be 0, or that more";
     check.value("memory.pass_tokens", tokens, tokens == 0 || config.train.grad_accum_steps > 1, remedy);
+    let resident = config.memory.dequantized == DequantizedChoice::Resident;
+    if resident && config.method.kind != MethodKind::Qlora {
+        let problem =
+            "`dequantized` in [memory] is about weights in 4 bits, and there are none with this kind of [method]";
+        check.add("memory.dequantized", problem, "set kind = \"qlora\", or remove it");
+    }
+    if config.memory.middle == Switch::On && config.train.activations == ActivationsChoice::Keep {
+        let problem =
+            "`middle` in [memory] is about blocks that are computed again, and activations = \"keep\" keeps everything";
+        check.add("memory.middle", problem, "remove one of them");
+    }
 }
 
 #[cfg(test)]
@@ -317,6 +328,11 @@ mod tests {
             ("memory.pass_tokens", |c| {
                 c.train.grad_accum_steps = 4;
                 c.memory.pass_tokens = c.packing.pack_len - 1;
+            }),
+            ("memory.dequantized", |c| c.memory.dequantized = DequantizedChoice::Resident),
+            ("memory.middle", |c| {
+                c.memory.middle = Switch::On;
+                c.train.activations = ActivationsChoice::Keep;
             }),
         ];
         for (field, change) in changes {

@@ -100,6 +100,7 @@ pub(in crate::session) fn load(
     if let Some(quantized) = checkpoint.quantized().filter(|_| config.method.kind != MethodKind::Qlora) {
         note(NoteLevel::Info, held_dequantized(&quantized, &device));
     }
+    let config = &estimate::as_stored(config, &checkpoint);
     let builder = training_data::example_builder(config)?;
     let data = TrainingData::read(config, &builder, &|stage, done, total| stages.tell(stage, done, total), stop)?;
     let Some(data) = data else { return Ok(None) };
@@ -185,12 +186,16 @@ fn plan(
     let Some(need) = plan.need() else {
         bail!("{}", choice.against.as_deref().unwrap_or("nothing could be planned"));
     };
+    let advice = plan.advice.iter().map(|advice| format!("\n  {advice}")).collect::<String>();
     if need.vram_bytes() > plan.vram_bytes {
-        let advice = plan.advice.iter().map(|advice| format!("\n  {advice}"));
-        bail!("the run does not fit into the GPU's memory: {}{}", plan.why, advice.collect::<String>());
+        bail!("the run does not fit into the GPU's memory: {}{advice}", plan.why);
+    }
+    if plan.host_bytes.is_some_and(|bytes| need.host_bytes > bytes) {
+        let against = choice.against.as_deref().unwrap_or("host memory is short");
+        bail!("the run does not fit: {}; {against}{advice}", plan.why);
     }
     let level = if plan.fits() { NoteLevel::Info } else { NoteLevel::Warning };
-    note(level, format!("memory plan: {}; {}", choice.what, plan.why));
+    note(level, format!("memory plan: {}; {}{advice}", choice.what, plan.why));
     plan.reserve(gpu);
     Ok(Planned { planner, plan })
 }

@@ -86,11 +86,15 @@ impl Planner {
     fn passes(&self) -> Vec<usize> {
         let Workload { tokens, batches, .. } = self.work;
         let joined = BUSY_TOKENS.min(tokens * batches) / tokens.max(1) * tokens;
-        let can_join = self.setup.switches.attention == AttentionPath::Varlen && self.setup.method.lora_dropout == 0.0;
         match &self.memory {
-            Some(asked) if asked.pass_tokens == 0 && can_join && joined > tokens => vec![joined, 0],
+            Some(asked) if asked.pass_tokens == 0 && self.can_join() && joined > tokens => vec![joined, 0],
             _ => vec![self.setup.switches.memory.pass_tokens],
         }
+    }
+
+    /// Whether packs may be joined: a mask grows with the square of a pass, and dropout goes by the place in a pack.
+    fn can_join(&self) -> bool {
+        self.setup.switches.attention == AttentionPath::Varlen && self.setup.method.lora_dropout == 0.0
     }
 
     /// Takes back what the configuration does not leave to Tandem, and what means nothing to the method.
@@ -135,17 +139,16 @@ impl Planner {
         };
         let mut words = vec![kept.to_owned()];
         let mut add = |text: &str| words.push(text.to_owned());
+        if switches.memory.middle {
+            add("they keep the residual stream between attention and MLP, too");
+        }
         if self.setup.method.kind == MethodKind::Qlora {
             add(match switches.memory.dequantized {
                 Dequantized::Resident => "weights in 4 bits are dequantized once",
                 Dequantized::Scratch => "weights in 4 bits are dequantized for each block",
             });
         }
-        let MemoryPolicy { embedding, optimizer_state, mlp_rows, pass_tokens, middle, dequantized: _ } =
-            switches.memory;
-        if middle {
-            add("so does the residual stream between attention and MLP");
-        }
+        let MemoryPolicy { embedding, optimizer_state, mlp_rows, pass_tokens, .. } = switches.memory;
         match (embedding, optimizer_state) {
             (Placement::Host, Placement::Host) => {
                 add("the embedding's table and the optimizer's state lie in host memory");
@@ -157,7 +160,7 @@ impl Planner {
         if mlp_rows > 0 {
             add(&format!("the MLP takes {} tokens at one time", units::count(mlp_rows as u64)));
         }
-        if pass_tokens > 0 {
+        if pass_tokens > 0 && self.can_join() {
             add(&format!("packs are joined into passes of {} tokens", units::count(pass_tokens as u64)));
         }
         words.join("; ")
