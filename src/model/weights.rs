@@ -48,9 +48,10 @@ impl Transformer {
                 return Ok(None);
             }
             let quantize = form.weights.double_quant().filter(|_| linear.contains(&id));
-            if model.params.is_nf4(id)
-                && let Some(weight) = checkpoint.tensor_nf4(&name)?
-            {
+            // What is quantized in the file is not quantized a second time.
+            let stored = quantize.map(|_| checkpoint.tensor_nf4(&name)).transpose()?.flatten();
+            let quantize = quantize.filter(|_| stored.is_none());
+            if let Some(weight) = stored.filter(|_| model.params.is_nf4(id)) {
                 model.params.set_nf4(id, &weight);
             } else if quantize.is_none()
                 && let Some(bytes) = checkpoint.tensor_bf16(&name)?
@@ -58,11 +59,6 @@ impl Transformer {
                 // As it lies in the file: a GPU's engine computes with the same bits.
                 model.params.set_bf16(id, bytes);
             } else {
-                // What is quantized in the file is not quantized a second time.
-                let quantize = match quantize {
-                    Some(_) if checkpoint.tensor_nf4(&name)?.is_some() => None,
-                    quantize => quantize,
-                };
                 let mut data = checkpoint.tensor_f32(&name)?;
                 device.precision().round_slice(&mut data);
                 model.set_weight(id, data, quantize)?;

@@ -5,11 +5,10 @@
 
 use std::mem::offset_of;
 
-use half::f16;
 use rayon::prelude::*;
 
 use crate::formats::blockwise8::MAP_LEN;
-use crate::formats::nf4::{Absmax, BLOCK, CODE, NESTED_BLOCK, Nf4};
+use crate::formats::nf4::{Absmax, BLOCK, CODE, NESTED_BLOCK, Nf4, round};
 use crate::formats::safetensors::Dtype;
 use crate::tensor::cuda::Launch;
 use crate::tensor::{Bytes, Device, Gpu, MemoryCategory, Precision, Tensor, View};
@@ -188,11 +187,7 @@ fn dequantize_on_cpu(
                 let i = row * cols + col;
                 let code = (packed[i / 2] >> if i.is_multiple_of(2) { 4 } else { 0 }) & 0x0f;
                 let exact = CODE[usize::from(code)] * absmaxes[i / weight.blocksize];
-                *value = precision.round(match weight.dtype {
-                    Dtype::BF16 => Precision::Bf16.round(exact),
-                    Dtype::F16 => f16::from_f32(exact).to_f32(),
-                    _ => exact,
-                });
+                *value = precision.round(round(exact, weight.dtype));
             }
         });
     }
