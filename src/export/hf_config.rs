@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 use crate::base::error::Result;
 use crate::formats::safetensors::Dtype;
-use crate::model::config::{Architecture, ModelConfig, RopeScaling};
+use crate::model::config::{Architecture, Gating, ModelConfig, RopeScaling, yarn_attention_factor};
 
 /// Original contexts and scaling factors of published Llama models, with the two frequency factors they all use.
 const LLAMA3_CONTEXT: usize = 8192;
@@ -109,7 +109,7 @@ pub fn synthesize(config: &ModelConfig, dtype: Dtype) -> Result<String> {
     );
     set("pad_token_id", token(config.pad_token_id));
     match family {
-        Architecture::Llama | Architecture::Qwen3 => {
+        Architecture::Llama | Architecture::Qwen3 | Architecture::Qwen3Moe | Architecture::GptOss => {
             ensure!(
                 config.qkv_bias == config.o_bias,
                 "a {} model with biases on some attention projections only cannot be written as a Hugging Face folder",
@@ -117,7 +117,7 @@ pub fn synthesize(config: &ModelConfig, dtype: Dtype) -> Result<String> {
             );
             set("attention_bias", config.qkv_bias.into());
         }
-        Architecture::Mistral | Architecture::Qwen2 => {
+        Architecture::Mistral | Architecture::Qwen2 | Architecture::Mixtral => {
             ensure!(
                 config.qkv_bias == (family == Architecture::Qwen2) && !config.o_bias,
                 "a {} model with these biases cannot be written as a Hugging Face folder",
@@ -128,7 +128,7 @@ pub fn synthesize(config: &ModelConfig, dtype: Dtype) -> Result<String> {
     if family == Architecture::Llama {
         set("mlp_bias", config.mlp_bias.into());
     }
-    for (key, value) in windows(config)? {
+    for (key, value) in windows(config)?.into_iter().chain(experts(config)?) {
         set(key, value);
     }
     set("torch_dtype", torch_name(dtype)?.into());
@@ -141,21 +141,28 @@ fn windows(config: &ModelConfig) -> Result<Vec<(&'static str, Value)>> {
     let same = config.sliding_window.iter().flatten().all(|w| Some(*w) == window);
     ensure!(same, "windows of different widths cannot be written as a Hugging Face folder");
     let value = window.map_or(Value::Null, Value::from);
+    let kind = |w: &Option<usize>| if w.is_some() { "sliding_attention" } else { "full_attention" };
+    let kinds: Vec<&str> = config.sliding_window.iter().map(kind).collect();
     Ok(match config.architecture {
         Architecture::Llama => {
             ensure!(window.is_none(), "a llama model has no sliding window");
             Vec::new()
         }
-        Architecture::Mistral => {
+        Architecture::Mistral | Architecture::Mixtral | Architecture::Qwen3Moe => {
             ensure!(
                 window.is_none() || config.sliding_window.iter().all(Option::is_some),
-                "a mistral model has its window on every block"
+                "a {} model has its window on every block",
+                config.architecture.name()
             );
-            vec![("sliding_window", value)]
+            match config.architecture {
+                Architecture::Qwen3Moe => {
+                    vec![("use_sliding_window", window.is_some().into()), ("sliding_window", value)]
+                }
+                _ => vec![("sliding_window", value)],
+            }
         }
+        Architecture::GptOss => vec![("sliding_window", value), ("layer_types", kinds.into())],
         Architecture::Qwen2 | Architecture::Qwen3 => {
-            let kind = |w: &Option<usize>| if w.is_some() { "sliding_attention" } else { "full_attention" };
-            let kinds: Vec<&str> = config.sliding_window.iter().map(kind).collect();
             // Older versions know only the first block with a window.
             let first = config.sliding_window.iter().position(Option::is_some).unwrap_or(config.num_hidden_layers);
             vec![
@@ -166,6 +173,44 @@ fn windows(config: &ModelConfig) -> Result<Vec<(&'static str, Value)>> {
             ]
         }
     })
+}
+
+/// The keys that describe the experts of a mixture.
+fn experts(config: &ModelConfig) -> Result<Vec<(&'static str, Value)>> {
+    let family = config.architecture;
+    let Some(moe) = &config.moe else {
+        // Such a model may have experts nowhere; its class wants that said.
+        return Ok(if family == Architecture::Qwen3Moe { vec![("num_experts", 0.into())] } else { Vec::new() });
+    };
+    // Qwen3-MoE's key is that of Transformers 4, which 5 reads as well.
+    let num_experts = if family == Architecture::Qwen3Moe { "num_experts" } else { "num_local_experts" };
+    let mut keys: Vec<(&'static str, Value)> = vec![
+        (num_experts, moe.num_experts.into()),
+        ("num_experts_per_tok", moe.num_experts_per_tok.into()),
+        ("output_router_logits", moe.router_aux_loss_coef.is_some().into()),
+    ];
+    if let Some(coef) = moe.router_aux_loss_coef {
+        keys.push(("router_aux_loss_coef", coef.into()));
+    }
+    if family == Architecture::Qwen3Moe {
+        let dense: Vec<usize> = (0..moe.layers.len()).filter(|&layer| !moe.layers[layer]).collect();
+        keys.push(("moe_intermediate_size", moe.moe_intermediate_size.into()));
+        keys.push(("norm_topk_prob", moe.norm_topk_prob.into()));
+        keys.push(("decoder_sparse_step", 1.into()));
+        keys.push(("mlp_only_layers", dense.into()));
+    } else {
+        ensure!(
+            moe.layers.iter().all(|sparse| *sparse) && moe.moe_intermediate_size == config.intermediate_size,
+            "a {} model has experts of intermediate_size in every block",
+            family.name()
+        );
+        ensure!(moe.norm_topk_prob, "the experts' weights of a {} model add up to 1", family.name());
+    }
+    if let Gating::Clamped { alpha, limit } = moe.gating {
+        keys.push(("swiglu_alpha", alpha.into()));
+        keys.push(("swiglu_limit", limit.into()));
+    }
+    Ok(keys)
 }
 
 fn rope_scaling(config: &ModelConfig) -> Result<Value> {
@@ -179,7 +224,32 @@ fn rope_scaling(config: &ModelConfig) -> Result<Value> {
         Value::Object(o)
     };
     Ok(match &config.rope_scaling {
+        // Without a word from config.json gpt-oss has its class's scaling.
+        RopeScaling::None if config.architecture == Architecture::GptOss => {
+            Value::Object(Map::from_iter([("rope_type".to_owned(), "default".into())]))
+        }
         RopeScaling::None => Value::Null,
+        RopeScaling::Yarn {
+            factor,
+            original_max_position_embeddings,
+            beta_fast,
+            beta_slow,
+            truncate,
+            attention_factor,
+        } => {
+            let mut keys: Vec<(&str, Value)> = vec![
+                ("rope_type", "yarn".into()),
+                ("factor", (*factor).into()),
+                ("original_max_position_embeddings", (*original_max_position_embeddings).into()),
+                ("beta_fast", (*beta_fast).into()),
+                ("beta_slow", (*beta_slow).into()),
+                ("truncate", (*truncate).into()),
+            ];
+            if *attention_factor != yarn_attention_factor(*factor) {
+                keys.push(("attention_factor", (*attention_factor).into()));
+            }
+            Value::Object(keys.into_iter().map(|(key, value)| (key.to_owned(), value)).collect())
+        }
         RopeScaling::Linear { factor } => {
             let mut o = Map::new();
             o.insert("rope_type".to_owned(), "linear".into());
@@ -232,12 +302,30 @@ mod tests {
         ModelConfig::from_hf_path(&root.join(family)).unwrap()
     }
 
+    const MIXTURES: [&str; 4] = [
+        r#"{"model_type": "qwen3_moe", "vocab_size": 9, "hidden_size": 8, "intermediate_size": 24, "num_hidden_layers": 3,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
+            "mlp_only_layers": [1], "output_router_logits": true, "use_sliding_window": true, "sliding_window": 5}"#,
+        r#"{"model_type": "qwen3_moe", "vocab_size": 9, "hidden_size": 8, "intermediate_size": 24, "num_hidden_layers": 3,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 0}"#,
+        r#"{"model_type": "mixtral", "vocab_size": 9, "hidden_size": 8, "intermediate_size": 24, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}"#,
+        r#"{"model_type": "gpt_oss", "vocab_size": 9, "hidden_size": 8, "intermediate_size": 24, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": {"rope_type": "yarn", "factor": 4.0,
+            "attention_factor": 1.25}, "num_local_experts": 4, "swiglu_limit": 6.5}"#,
+    ];
+
     #[test]
     fn golden_configs_survive_synthesis() {
         for family in ["llama", "mistral", "qwen2", "qwen3"] {
             let config = golden(family);
             let text = synthesize(&config, Dtype::F32).unwrap();
             assert_eq!(ModelConfig::from_hf_json(&text).unwrap(), config, "{family}");
+        }
+        for text in MIXTURES {
+            let config = ModelConfig::from_hf_json(text).unwrap();
+            let written = synthesize(&config, Dtype::BF16).unwrap();
+            assert_eq!(ModelConfig::from_hf_json(&written).unwrap(), config, "{written}");
         }
         let mut config = golden("qwen3");
         config.sliding_window = vec![Some(9), None, Some(9)];

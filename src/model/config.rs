@@ -2,7 +2,9 @@
 
 use anyhow::{bail, ensure};
 
+pub use super::config_moe::{Gating, MoeConfig};
 use crate::base::error::Result;
+use crate::ops::rms_norm::NormRounding;
 
 /// Families of models that the engine trains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -15,11 +17,18 @@ pub enum Architecture {
     Qwen2,
     /// Qwen3: norms on the heads of q and k.
     Qwen3,
+    /// Qwen3 with experts, in all blocks or some.
+    Qwen3Moe,
+    /// Mistral with experts in all blocks.
+    Mixtral,
+    /// gpt-oss: experts with biases and clamped gates, attention with sinks.
+    GptOss,
 }
 
 impl Architecture {
     /// All of them, in the order in which messages list them.
-    pub const ALL: [Self; 4] = [Self::Llama, Self::Mistral, Self::Qwen2, Self::Qwen3];
+    pub const ALL: [Self; 7] =
+        [Self::Llama, Self::Mistral, Self::Qwen2, Self::Qwen3, Self::Qwen3Moe, Self::Mixtral, Self::GptOss];
 
     /// The name in `model_type` of config.json.
     pub fn name(self) -> &'static str {
@@ -28,6 +37,9 @@ impl Architecture {
             Self::Mistral => "mistral",
             Self::Qwen2 => "qwen2",
             Self::Qwen3 => "qwen3",
+            Self::Qwen3Moe => "qwen3_moe",
+            Self::Mixtral => "mixtral",
+            Self::GptOss => "gpt_oss",
         }
     }
 
@@ -38,6 +50,9 @@ impl Architecture {
             Self::Mistral => "MistralForCausalLM",
             Self::Qwen2 => "Qwen2ForCausalLM",
             Self::Qwen3 => "Qwen3ForCausalLM",
+            Self::Qwen3Moe => "Qwen3MoeForCausalLM",
+            Self::Mixtral => "MixtralForCausalLM",
+            Self::GptOss => "GptOssForCausalLM",
         }
     }
 
@@ -77,8 +92,28 @@ pub enum RopeScaling {
         /// Context length of pre-training.
         original_max_position_embeddings: usize,
     },
+    /// High frequencies kept, low ones divided by `factor`, a ramp between; cosines and sines multiplied by `attention_factor` (YaRN).
+    Yarn {
+        /// Divisor of low frequencies.
+        factor: f64,
+        /// Context length of pre-training.
+        original_max_position_embeddings: usize,
+        /// Frequencies that turn more often than this in the original context are kept.
+        beta_fast: f64,
+        /// Frequencies that turn less often than this in the original context are divided.
+        beta_slow: f64,
+        /// Whether the ends of the ramp are whole numbers.
+        truncate: bool,
+        /// Factor on cosines and sines, [`yarn_attention_factor`] unless the model names another.
+        attention_factor: f64,
+    },
     /// One divisor a frequency, f32 [head_dim / 2]: how GGUF files store the scaling (`rope_freqs.weight`).
     Factors(Vec<f32>),
+}
+
+/// What YaRN multiplies cosines and sines by where the model does not say: `0.1·ln(factor) + 1`.
+pub fn yarn_attention_factor(factor: f64) -> f64 {
+    if factor <= 1.0 { 1.0 } else { 0.1 * factor.ln() + 1.0 }
 }
 
 /// Everything the engine needs to know about a model besides its weights. Names as in config.json.
@@ -90,8 +125,10 @@ pub struct ModelConfig {
     pub vocab_size: usize,
     /// Width of the residual stream.
     pub hidden_size: usize,
-    /// Width of the MLP.
+    /// Width of the MLP of a dense block.
     pub intermediate_size: usize,
+    /// The experts of a mixture; `None` for a dense model.
+    pub moe: Option<MoeConfig>,
     /// Number of blocks.
     pub num_hidden_layers: usize,
     /// Query heads.
@@ -102,6 +139,8 @@ pub struct ModelConfig {
     pub head_dim: usize,
     /// Added to the mean square in RMSNorm.
     pub rms_norm_eps: f64,
+    /// When a norm rounds.
+    pub norm_rounding: NormRounding,
     /// Base of the rotary frequencies.
     pub rope_theta: f64,
     /// Change of the rotary frequencies.
@@ -118,6 +157,8 @@ pub struct ModelConfig {
     pub mlp_bias: bool,
     /// RMSNorm on the heads of q and k.
     pub qk_norm: bool,
+    /// A learned score a head that takes part in the softmax and has no value (gpt-oss).
+    pub attention_sinks: bool,
     /// One entry a block: with a window w, query q sees key k only if q − k < w; `None` sees all before it.
     pub sliding_window: Vec<Option<usize>>,
     /// Token put before a text, where the model has one.
@@ -147,8 +188,13 @@ impl ModelConfig {
         self.num_key_value_heads * self.head_dim
     }
 
-    /// Names (Hugging Face's) and shapes of all weights such a model has, in the order of computation. A tied head is
-    /// not listed. `out` comes before `in`.
+    /// The experts of a block, where it has some.
+    pub fn experts(&self, layer: usize) -> Option<&MoeConfig> {
+        self.moe.as_ref().filter(|moe| moe.layers.get(layer) == Some(&true))
+    }
+
+    /// Names and shapes of all weights such a model has, in the order of computation: Hugging Face's names, for experts those that Transformers 5
+    /// gives them in memory. A tied head is not listed. `out` comes before `in`, for each expert of a stack, too.
     pub fn expected_tensors(&self) -> Vec<(String, Vec<usize>)> {
         let (h, i, q, kv) = (self.hidden_size, self.intermediate_size, self.q_size(), self.kv_size());
         let mut out = vec![("model.embed_tokens.weight".to_owned(), vec![self.vocab_size, h])];
@@ -166,11 +212,18 @@ impl ModelConfig {
                 add("self_attn.q_norm.weight", &[self.head_dim]);
                 add("self_attn.k_norm.weight", &[self.head_dim]);
             }
+            if self.attention_sinks {
+                add("self_attn.sinks", &[self.num_attention_heads]);
+            }
             add("self_attn.o_proj.weight", &[h, q]);
             if self.o_bias {
                 add("self_attn.o_proj.bias", &[h]);
             }
             add("post_attention_layernorm.weight", &[h]);
+            if let Some(moe) = self.experts(layer) {
+                moe.tensors(self.architecture, h).iter().for_each(|(name, shape)| add(name, shape));
+                continue;
+            }
             for (name, rows, columns) in [("gate_proj", i, h), ("up_proj", i, h), ("down_proj", h, i)] {
                 add(&format!("mlp.{name}.weight"), &[rows, columns]);
                 if self.mlp_bias {
@@ -229,6 +282,9 @@ impl ModelConfig {
             ensure!(value.is_finite() && value > 0.0, "{name} is {value}; expected a number above 0");
             Ok(())
         };
+        if let Some(moe) = &self.moe {
+            moe.check(self.num_hidden_layers)?;
+        }
         positive("rms_norm_eps", self.rms_norm_eps)?;
         positive("rope_theta", self.rope_theta)?;
         match &self.rope_scaling {
@@ -241,6 +297,24 @@ impl ModelConfig {
                     high_freq_factor.is_finite() && high_freq_factor > low_freq_factor,
                     "high_freq_factor ({high_freq_factor}) must be larger than low_freq_factor ({low_freq_factor})"
                 );
+                range("original_max_position_embeddings", *original_max_position_embeddings, 1 << 30)?;
+            }
+            RopeScaling::Yarn {
+                factor,
+                original_max_position_embeddings,
+                beta_fast,
+                beta_slow,
+                attention_factor,
+                truncate: _,
+            } => {
+                positive("the factor of the rope scaling", *factor)?;
+                positive("beta_slow", *beta_slow)?;
+                ensure!(
+                    beta_fast.is_finite() && beta_fast >= beta_slow,
+                    "beta_fast ({beta_fast}) must not be smaller than beta_slow ({beta_slow})"
+                );
+                positive("attention_factor", *attention_factor)?;
+                ensure!(self.rope_theta != 1.0, "rope_theta is 1; yarn needs another base");
                 range("original_max_position_embeddings", *original_max_position_embeddings, 1 << 30)?;
             }
             RopeScaling::Factors(factors) => {

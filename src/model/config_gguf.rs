@@ -3,6 +3,7 @@
 use anyhow::{Context as _, bail, ensure};
 
 use super::config::{Architecture, ModelConfig, RopeScaling};
+use super::config_hf::norm_rounding;
 use crate::base::error::Result;
 use crate::formats::gguf::GgufFile;
 
@@ -77,6 +78,7 @@ fn read(file: &GgufFile) -> Result<ModelConfig> {
         vocab_size,
         hidden_size,
         intermediate_size: required("feed_forward_length")?,
+        moe: None,
         num_hidden_layers,
         num_attention_heads,
         num_key_value_heads: number("attention.head_count_kv")?.unwrap_or(num_attention_heads),
@@ -85,6 +87,7 @@ fn read(file: &GgufFile) -> Result<ModelConfig> {
             file.f32(&key("attention.layer_norm_rms_epsilon"))?
                 .with_context(|| format!("{} is missing", key("attention.layer_norm_rms_epsilon")))?,
         ),
+        norm_rounding: norm_rounding(architecture),
         rope_theta: shortest(file.f32(&key("rope.freq_base"))?.unwrap_or(10_000.0)),
         rope_scaling: rope_scaling(file, arch)?,
         max_position_embeddings: required("context_length")?,
@@ -93,6 +96,7 @@ fn read(file: &GgufFile) -> Result<ModelConfig> {
         o_bias: has("blk.0.attn_output.bias"),
         mlp_bias: has("blk.0.ffn_gate.bias"),
         qk_norm: architecture == Architecture::Qwen3,
+        attention_sinks: architecture == Architecture::GptOss,
         sliding_window: vec![None; num_hidden_layers],
         bos_token_id: file.u32("tokenizer.ggml.bos_token_id")?,
         eos_token_ids,

@@ -5,12 +5,14 @@ use std::path::Path;
 use anyhow::{Context as _, bail, ensure};
 use serde_json::{Map, Value};
 
-use super::config::{Architecture, ModelConfig, RopeScaling};
+use super::config::{Architecture, ModelConfig, RopeScaling, yarn_attention_factor};
+use super::config_moe;
 use crate::base::error::Result;
 use crate::formats::nf4;
+use crate::ops::rms_norm::NormRounding;
 
 /// The object of config.json with typed access.
-struct Fields<'a>(&'a Map<String, Value>);
+pub(super) struct Fields<'a>(&'a Map<String, Value>);
 
 impl<'a> Fields<'a> {
     /// The value, with `null` counted as absent.
@@ -18,7 +20,7 @@ impl<'a> Fields<'a> {
         self.0.get(key).filter(|v| !v.is_null())
     }
 
-    fn usize(&self, key: &str) -> Result<Option<usize>> {
+    pub(super) fn usize(&self, key: &str) -> Result<Option<usize>> {
         let Some(value) = self.get(key) else { return Ok(None) };
         match value.as_u64().and_then(|v| usize::try_from(v).ok()) {
             Some(v) => Ok(Some(v)),
@@ -26,11 +28,11 @@ impl<'a> Fields<'a> {
         }
     }
 
-    fn required(&self, key: &str) -> Result<usize> {
+    pub(super) fn required(&self, key: &str) -> Result<usize> {
         self.usize(key)?.with_context(|| format!("{key} is missing"))
     }
 
-    fn f64(&self, key: &str) -> Result<Option<f64>> {
+    pub(super) fn f64(&self, key: &str) -> Result<Option<f64>> {
         let Some(value) = self.get(key) else { return Ok(None) };
         match value.as_f64() {
             Some(v) => Ok(Some(v)),
@@ -38,9 +40,21 @@ impl<'a> Fields<'a> {
         }
     }
 
-    fn bool(&self, key: &str) -> Result<bool> {
+    /// A list of whole numbers; empty where the key is absent.
+    pub(super) fn usizes(&self, key: &str) -> Result<Vec<usize>> {
+        let Some(value) = self.get(key) else { return Ok(Vec::new()) };
+        let number = |item: &Value| item.as_u64().and_then(|n| usize::try_from(n).ok());
+        let numbers = value.as_array().and_then(|items| items.iter().map(number).collect());
+        numbers.with_context(|| format!("{key} is {value}; expected a list of whole numbers"))
+    }
+
+    pub(super) fn bool(&self, key: &str) -> Result<bool> {
+        self.bool_or(key, false)
+    }
+
+    fn bool_or(&self, key: &str, default: bool) -> Result<bool> {
         match self.get(key) {
-            None => Ok(false),
+            None => Ok(default),
             Some(Value::Bool(b)) => Ok(*b),
             Some(value) => bail!("{key} is {value}; expected true or false"),
         }
@@ -125,7 +139,7 @@ impl ModelConfig {
             bail!("architectures names {class}; Tandem trains causal language models ({})", architecture.class_name());
         }
         if let Some(q) = f.object("quantization_config")? {
-            check_quantization(&q)?;
+            check_quantization(&q, architecture)?;
         }
         if let Some(act) = f.string("hidden_act")?.filter(|a| !matches!(*a, "silu" | "swish")) {
             bail!("hidden_act {act:?} is not supported (silu is)");
@@ -138,13 +152,15 @@ impl ModelConfig {
             None if f.0.contains_key("num_key_value_heads") => num_attention_heads,
             None => match architecture {
                 Architecture::Llama => num_attention_heads,
-                Architecture::Mistral => 8,
+                Architecture::Mistral | Architecture::Mixtral | Architecture::GptOss => 8,
                 Architecture::Qwen2 | Architecture::Qwen3 => 32,
+                Architecture::Qwen3Moe => 4,
             },
         };
         let head_dim = match f.usize("head_dim")? {
             Some(d) => d,
             None if architecture == Architecture::Qwen3 && !f.0.contains_key("head_dim") => 128,
+            None if architecture == Architecture::GptOss && !f.0.contains_key("head_dim") => 64,
             None => {
                 ensure!(
                     num_attention_heads > 0 && hidden_size.is_multiple_of(num_attention_heads),
@@ -155,17 +171,21 @@ impl ModelConfig {
         };
         let max_position_embeddings = f.usize("max_position_embeddings")?.unwrap_or(match architecture {
             Architecture::Llama => 2048,
-            Architecture::Mistral => 131_072,
-            Architecture::Qwen2 | Architecture::Qwen3 => 32_768,
+            Architecture::Mistral | Architecture::Mixtral | Architecture::GptOss => 131_072,
+            Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Qwen3Moe => 32_768,
         });
-        let (rope_theta, rope_scaling) = rope(&f, max_position_embeddings)?;
+        let (rope_theta, rope_scaling) = rope(&f, architecture, max_position_embeddings)?;
         let num_hidden_layers = f.required("num_hidden_layers")?;
         // Before one window a layer is allocated.
         ensure!(num_hidden_layers <= 1024, "num_hidden_layers is {num_hidden_layers}; expected 1 to 1024");
         let attention_bias = f.bool("attention_bias")?;
         let (qkv_bias, o_bias) = match architecture {
-            Architecture::Llama | Architecture::Qwen3 => (attention_bias, attention_bias),
-            Architecture::Mistral => (false, false),
+            Architecture::Llama | Architecture::Qwen3 | Architecture::Qwen3Moe => (attention_bias, attention_bias),
+            Architecture::Mistral | Architecture::Mixtral => (false, false),
+            Architecture::GptOss => {
+                let bias = f.bool_or("attention_bias", true)?;
+                (bias, bias)
+            }
             Architecture::Qwen2 => (true, false),
         };
         Self {
@@ -173,11 +193,16 @@ impl ModelConfig {
             vocab_size: f.required("vocab_size")?,
             hidden_size,
             intermediate_size: f.required("intermediate_size")?,
+            moe: config_moe::from_hf(&f, architecture, num_hidden_layers)?,
             num_hidden_layers,
             num_attention_heads,
             num_key_value_heads,
             head_dim,
-            rms_norm_eps: f.f64("rms_norm_eps")?.unwrap_or(1e-6),
+            rms_norm_eps: f.f64("rms_norm_eps")?.unwrap_or(match architecture {
+                Architecture::Mixtral | Architecture::GptOss => 1e-5,
+                _ => 1e-6,
+            }),
+            norm_rounding: norm_rounding(architecture),
             rope_theta,
             rope_scaling,
             max_position_embeddings,
@@ -185,7 +210,8 @@ impl ModelConfig {
             qkv_bias,
             o_bias,
             mlp_bias: architecture == Architecture::Llama && f.bool("mlp_bias")?,
-            qk_norm: architecture == Architecture::Qwen3,
+            qk_norm: matches!(architecture, Architecture::Qwen3 | Architecture::Qwen3Moe),
+            attention_sinks: architecture == Architecture::GptOss,
             sliding_window: sliding_window(&f, architecture, num_hidden_layers)?,
             bos_token_id: token_ids(&f, "bos_token_id", architecture, 1)?.first().copied(),
             eos_token_ids: token_ids(&f, "eos_token_id", architecture, 2)?,
@@ -195,9 +221,15 @@ impl ModelConfig {
     }
 }
 
-/// Refuses quantized weights, except NF4 by bitsandbytes. An absent `bnb_4bit_quant_type` is FP4, as in Transformers.
-fn check_quantization(q: &Fields<'_>) -> Result<()> {
+/// When the norms of a family round: gpt-oss casts what the weight was multiplied with, the others what it will be.
+pub(super) fn norm_rounding(family: Architecture) -> NormRounding {
+    if family == Architecture::GptOss { NormRounding::AfterWeight } else { NormRounding::BeforeWeight }
+}
+
+/// Refuses quantized weights, except NF4 by bitsandbytes and gpt-oss's MXFP4. An absent `bnb_4bit_quant_type` is FP4, as in Transformers.
+fn check_quantization(q: &Fields<'_>, family: Architecture) -> Result<()> {
     match q.string("quant_method").ok().flatten().unwrap_or("an unnamed method") {
+        "mxfp4" if family == Architecture::GptOss => Ok(()),
         "bitsandbytes" if q.bool("load_in_8bit")? => bail!(
             "the weights are stored in 8 bits by bitsandbytes (load_in_8bit), which Tandem does not read; {}",
             nf4::REMEDY
@@ -214,9 +246,9 @@ fn check_quantization(q: &Fields<'_>) -> Result<()> {
     }
 }
 
-/// Token ids, with the class default of Llama and Mistral where the key is absent (`null` means none).
+/// Token ids, with the class default of Llama, Mistral and Mixtral where the key is absent (`null` means none).
 fn token_ids(f: &Fields<'_>, key: &str, architecture: Architecture, default: u32) -> Result<Vec<u32>> {
-    let has_default = matches!(architecture, Architecture::Llama | Architecture::Mistral);
+    let has_default = matches!(architecture, Architecture::Llama | Architecture::Mistral | Architecture::Mixtral);
     if has_default && !f.0.contains_key(key) { Ok(vec![default]) } else { f.token_ids(key) }
 }
 
@@ -229,10 +261,17 @@ fn object(text: &str) -> Result<Map<String, Value>> {
 
 /// Rotary base and scaling. Transformers 4 writes `rope_theta` and `rope_scaling`; 5 writes `rope_parameters` with both
 /// in it. As in Transformers, a `rope_scaling` that is there wins, and a theta inside the object wins.
-fn rope(f: &Fields<'_>, max_position_embeddings: usize) -> Result<(f64, RopeScaling)> {
+fn rope(f: &Fields<'_>, family: Architecture, max_position_embeddings: usize) -> Result<(f64, RopeScaling)> {
     let key = if f.object("rope_scaling")?.is_some() { "rope_scaling" } else { "rope_parameters" };
-    let theta = f.f64("rope_theta")?.unwrap_or(10_000.0);
-    let Some(p) = f.object(key)? else { return Ok((theta, RopeScaling::None)) };
+    let theta = f.f64("rope_theta")?.unwrap_or(match family {
+        Architecture::Mixtral => 1e6,
+        Architecture::GptOss => 150_000.0,
+        _ => 10_000.0,
+    });
+    let Some(p) = f.object(key)? else {
+        let scaling = if family == Architecture::GptOss { GPT_OSS_ROPE } else { RopeScaling::None };
+        return Ok((theta, scaling));
+    };
     if p.0.values().any(Value::is_object) {
         bail!("{key} differs by layer type, which is not supported");
     }
@@ -244,6 +283,10 @@ fn rope(f: &Fields<'_>, max_position_embeddings: usize) -> Result<(f64, RopeScal
     let theta = p.f64("rope_theta")?.unwrap_or(theta);
     let kind = p.string("rope_type")?.or(p.string("type")?).unwrap_or("default");
     let number = |name: &str| p.f64(name)?.with_context(|| format!("{key}: {name} is missing for rope type {kind}"));
+    let original = || -> Result<usize> {
+        let named = p.usize("original_max_position_embeddings")?.or(f.usize("original_max_position_embeddings")?);
+        Ok(named.unwrap_or(max_position_embeddings))
+    };
     let scaling = match kind {
         "default" => RopeScaling::None,
         "linear" => RopeScaling::Linear { factor: number("factor")? },
@@ -251,49 +294,93 @@ fn rope(f: &Fields<'_>, max_position_embeddings: usize) -> Result<(f64, RopeScal
             factor: number("factor")?,
             low_freq_factor: number("low_freq_factor")?,
             high_freq_factor: number("high_freq_factor")?,
-            original_max_position_embeddings: p
-                .usize("original_max_position_embeddings")?
-                .or(f.usize("original_max_position_embeddings")?)
-                .unwrap_or(max_position_embeddings),
+            original_max_position_embeddings: original()?,
         },
-        other => bail!("rope type {other:?} is not supported (default, linear and llama3 are)"),
+        "yarn" => {
+            let original = original()?;
+            let factor = p.f64("factor")?.unwrap_or(max_position_embeddings as f64 / original as f64);
+            // As in Transformers, 0 counts as absent here.
+            let given = |name: &str| Ok::<_, anyhow::Error>(p.f64(name)?.filter(|x| *x != 0.0));
+            let attention_factor = match (p.f64("attention_factor")?, given("mscale")?, given("mscale_all_dim")?) {
+                (Some(given), ..) => given,
+                (None, Some(one), Some(all)) => yarn_mscale(factor, one) / yarn_mscale(factor, all),
+                _ => yarn_attention_factor(factor),
+            };
+            RopeScaling::Yarn {
+                factor,
+                original_max_position_embeddings: original,
+                beta_fast: given("beta_fast")?.unwrap_or(32.0),
+                beta_slow: given("beta_slow")?.unwrap_or(1.0),
+                truncate: p.bool_or("truncate", true)?,
+                attention_factor,
+            }
+        }
+        other => bail!("rope type {other:?} is not supported (default, linear, llama3 and yarn are)"),
     };
     Ok((theta, scaling))
 }
 
+/// The scaling of a gpt-oss model that names none: the default of its class. Its attention factor is `0.1·ln(32) + 1`.
+const GPT_OSS_ROPE: RopeScaling = RopeScaling::Yarn {
+    factor: 32.0,
+    original_max_position_embeddings: 4096,
+    beta_fast: 32.0,
+    beta_slow: 1.0,
+    truncate: false,
+    attention_factor: 1.346_573_590_279_972_7,
+};
+
+/// YaRN's factor with a weight on its logarithm.
+fn yarn_mscale(factor: f64, mscale: f64) -> f64 {
+    if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 }
+}
+
 /// One window a layer, by the rules of each family in Transformers.
 fn sliding_window(f: &Fields<'_>, architecture: Architecture, num_layers: usize) -> Result<Vec<Option<usize>>> {
-    // Absent means the class default 4096; null and 0 mean none.
-    let window = if f.0.contains_key("sliding_window") { f.usize("sliding_window")? } else { Some(4096) };
+    // Absent means the class default; null and 0 mean none.
+    let default = match architecture {
+        Architecture::Mixtral => None,
+        Architecture::GptOss => Some(128),
+        _ => Some(4096),
+    };
+    let window = if f.0.contains_key("sliding_window") { f.usize("sliding_window")? } else { default };
     let window = window.filter(|w| *w > 0);
+    let used = f.bool("use_sliding_window")?;
     match architecture {
         Architecture::Llama => Ok(vec![None; num_layers]),
-        Architecture::Mistral => Ok(vec![window; num_layers]),
+        Architecture::Mistral | Architecture::Mixtral => Ok(vec![window; num_layers]),
+        Architecture::Qwen3Moe => Ok(vec![window.filter(|_| used); num_layers]),
         Architecture::Qwen2 | Architecture::Qwen3 => {
-            let window = if f.bool("use_sliding_window")? { window } else { None };
-            let Some(types) = f.get("layer_types") else {
-                let first = f.usize("max_window_layers")?.unwrap_or(28);
-                return Ok((0..num_layers).map(|layer| window.filter(|_| layer >= first)).collect());
-            };
-            let types = types.as_array().with_context(|| format!("layer_types is {types}; expected a list"))?;
-            ensure!(
-                types.len() == num_layers,
-                "layer_types has {} entries; num_hidden_layers is {num_layers}",
-                types.len()
-            );
-            types
-                .iter()
-                .map(|t| match t.as_str() {
-                    Some("full_attention") => Ok(None),
-                    Some("sliding_attention") if window.is_some() => Ok(window),
-                    Some("sliding_attention") => {
-                        bail!("layer_types asks for sliding_attention, but sliding_window or use_sliding_window is off")
-                    }
-                    _ => bail!("layer type {t} is not supported (full_attention and sliding_attention are)"),
-                })
-                .collect()
+            let window = window.filter(|_| used);
+            if let Some(types) = f.get("layer_types") {
+                return windows_by_type(types, window, num_layers);
+            }
+            let first = f.usize("max_window_layers")?.unwrap_or(28);
+            Ok((0..num_layers).map(|layer| window.filter(|_| layer >= first)).collect())
         }
+        Architecture::GptOss => match f.get("layer_types") {
+            Some(types) => windows_by_type(types, window, num_layers),
+            None => {
+                ensure!(window.is_some(), "sliding_window is off, but every second block of a gpt_oss model needs it");
+                Ok((0..num_layers).map(|layer| window.filter(|_| layer.is_multiple_of(2))).collect())
+            }
+        },
     }
+}
+
+/// One window a layer as `layer_types` says.
+fn windows_by_type(types: &Value, window: Option<usize>, num_layers: usize) -> Result<Vec<Option<usize>>> {
+    let types = types.as_array().with_context(|| format!("layer_types is {types}; expected a list"))?;
+    ensure!(types.len() == num_layers, "layer_types has {} entries; num_hidden_layers is {num_layers}", types.len());
+    let window_of = |t: &Value| match t.as_str() {
+        Some("full_attention") => Ok(None),
+        Some("sliding_attention") if window.is_some() => Ok(window),
+        Some("sliding_attention") => {
+            bail!("layer_types asks for sliding_attention, but sliding_window or use_sliding_window is off")
+        }
+        _ => bail!("layer type {t} is not supported (full_attention and sliding_attention are)"),
+    };
+    types.iter().map(window_of).collect()
 }
 
 #[cfg(test)]

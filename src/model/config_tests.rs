@@ -8,7 +8,8 @@ use serde_json::{Value, json};
 
 use crate::formats::gguf::GgufFile;
 use crate::formats::gguf_write::GgufBuilder;
-use crate::model::config::{Architecture, ModelConfig, RopeScaling};
+use crate::model::config::{Architecture, Gating, ModelConfig, MoeConfig, RopeScaling};
+use crate::ops::rms_norm::NormRounding;
 
 fn base(model_type: &str) -> Value {
     json!({
@@ -118,7 +119,9 @@ fn defaults_of_the_families() {
 fn refusals_say_what_is_supported() {
     assert!(refusal(&base("gemma3")).contains("Tandem trains llama, mistral, qwen2, qwen3"));
     assert!(refusal(&with("llama", json!({"hidden_act": "gelu"}))).contains("silu"));
-    assert!(refusal(&with("llama", json!({"rope_scaling": {"type": "yarn", "factor": 4.0}}))).contains("\"yarn\""));
+    assert!(
+        refusal(&with("llama", json!({"rope_scaling": {"type": "dynamic", "factor": 4.0}}))).contains("\"dynamic\"")
+    );
     let q = json!({"quantization_config": {"quant_method": "gptq"}});
     assert!(refusal(&with("llama", q)).contains("gptq"));
     let class = json!({"architectures": ["LlamaForSequenceClassification"]});
@@ -143,6 +146,120 @@ fn expected_tensors_count_what_transformers_counts() {
     let c = read(&v);
     assert_eq!(c.num_parameters(), 134_515_008);
     assert_eq!(c.expected_tensors().len(), 272);
+}
+
+/// The configuration of gpt-oss-20b as it is published, without what the engine does not read.
+fn gpt_oss_20b() -> Value {
+    json!({
+        "architectures": ["GptOssForCausalLM"], "attention_bias": true, "eos_token_id": 200_002, "experts_per_token": 4,
+        "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096, "intermediate_size": 2880,
+        "layer_types": (0..24).map(|i| if i % 2 == 0 { "sliding_attention" } else { "full_attention" }).collect::<Vec<_>>(),
+        "max_position_embeddings": 131_072, "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4,
+        "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": false,
+        "pad_token_id": 199_999, "quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"},
+        "rms_norm_eps": 1e-5, "rope_theta": 150_000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+        "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": false},
+        "tie_word_embeddings": false, "use_cache": true, "vocab_size": 201_088
+    })
+}
+
+#[test]
+fn gpt_oss_is_read_as_published() {
+    let c = read(&gpt_oss_20b());
+    assert_eq!((c.architecture, c.norm_rounding), (Architecture::GptOss, NormRounding::AfterWeight));
+    assert!(c.attention_sinks && c.qkv_bias && c.o_bias && !c.qk_norm);
+    assert_eq!(c.sliding_window[..3], [Some(128), None, Some(128)]);
+    let moe = MoeConfig {
+        num_experts: 32,
+        num_experts_per_tok: 4,
+        moe_intermediate_size: 2880,
+        norm_topk_prob: true,
+        router_bias: true,
+        expert_bias: true,
+        gating: Gating::Clamped { alpha: 1.702, limit: 7.0 },
+        interleaved: true,
+        router_aux_loss_coef: None,
+        layers: vec![true; 24],
+    };
+    assert_eq!(c.moe.as_ref(), Some(&moe));
+    // The model card's 20.9 billion parameters.
+    assert_eq!(c.num_parameters(), 20_914_757_184);
+    let RopeScaling::Yarn { attention_factor, truncate, .. } = c.rope_scaling else { panic!("{:?}", c.rope_scaling) };
+    assert!((attention_factor - 1.346_573_590_279_972_7).abs() < 1e-15 && !truncate);
+    // The defaults of the class say the same.
+    let mut v = gpt_oss_20b();
+    let absent = ["layer_types", "rope_scaling", "rope_theta", "sliding_window", "head_dim", "attention_bias"];
+    v.as_object_mut().unwrap().retain(|k, _| !absent.contains(&k.as_str()));
+    assert_eq!(read(&v), c);
+    v["sliding_window"] = Value::Null;
+    assert!(refusal(&v).contains("sliding_window is off"));
+    v["output_router_logits"] = json!(true);
+    v["sliding_window"] = json!(64);
+    assert_eq!(read(&v).moe.unwrap().router_aux_loss_coef, Some(0.9));
+}
+
+#[test]
+fn yarn_reads_its_optional_keys() {
+    let yarn = |extra: Value| {
+        let mut rope = json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768});
+        rope.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        match read(&with("qwen3", json!({"rope_scaling": rope}))).rope_scaling {
+            RopeScaling::Yarn { attention_factor, beta_fast, beta_slow, truncate, .. } => {
+                (attention_factor, beta_fast, beta_slow, truncate)
+            }
+            other => panic!("{other:?}"),
+        }
+    };
+    let factor = 0.1 * 4f64.ln() + 1.0;
+    assert_eq!(yarn(json!({})), (factor, 32.0, 1.0, true));
+    assert_eq!(yarn(json!({"attention_factor": 1.5, "beta_fast": 16})), (1.5, 16.0, 1.0, true));
+    let both = (0.2 * 4f64.ln() + 1.0) / factor;
+    assert_eq!(yarn(json!({"mscale": 2.0, "mscale_all_dim": 1.0, "truncate": false})), (both, 32.0, 1.0, false));
+    assert_eq!(yarn(json!({"mscale": 2.0, "mscale_all_dim": 0.0})).0, factor);
+    let crossed = json!({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1.0, "beta_slow": 2.0}});
+    assert!(refusal(&with("qwen3", crossed)).contains("beta_fast (1)"));
+}
+
+#[test]
+fn mixtures_have_the_defaults_of_their_families() {
+    let c = read(&with("qwen3_moe", json!({"num_experts": 16, "mlp_only_layers": [3], "decoder_sparse_step": 2})));
+    let moe = c.moe.as_ref().unwrap();
+    assert_eq!((moe.num_experts, moe.num_experts_per_tok, moe.moe_intermediate_size), (16, 8, 768));
+    assert!(!moe.norm_topk_prob && !moe.router_bias && !moe.interleaved && c.qk_norm && c.head_dim == 16);
+    assert_eq!(moe.layers, [false, true, false, false]);
+    assert!(c.experts(1).is_some() && c.experts(3).is_none() && c.experts(9).is_none());
+    let names: Vec<String> = c.expected_tensors().into_iter().map(|(name, _)| name).collect();
+    assert!(names.iter().any(|n| n == "model.layers.0.mlp.gate_proj.weight"));
+    assert!(names.iter().any(|n| n == "model.layers.1.mlp.experts.gate_up_proj"));
+    assert!(!names.iter().any(|n| n.starts_with("model.layers.1.mlp.gate_proj")));
+    assert_eq!(c.sliding_window, [None; 4]);
+    let on = json!({"use_sliding_window": true, "sliding_window": 7});
+    assert_eq!(read(&with("qwen3_moe", on)).sliding_window, [Some(7); 4]);
+    assert_eq!(read(&with("qwen3_moe", json!({"num_experts": 0}))).moe, None);
+
+    let mut v = base("mixtral");
+    v.as_object_mut().unwrap().retain(|k, _| !matches!(k.as_str(), "head_dim" | "rms_norm_eps"));
+    let c = read(&v);
+    let moe = c.moe.as_ref().unwrap();
+    assert_eq!((moe.num_experts, moe.num_experts_per_tok, moe.moe_intermediate_size), (8, 2, 128));
+    assert!(moe.norm_topk_prob && moe.gating == Gating::Silu);
+    assert_eq!((c.rope_theta, c.rms_norm_eps, c.sliding_window), (1e6, 1e-5, vec![None; 4]));
+    assert_eq!((c.bos_token_id, c.eos_token_ids.as_slice(), c.head_dim), (Some(1), &[2][..], 16));
+    assert_eq!(c.norm_rounding, NormRounding::BeforeWeight);
+}
+
+#[test]
+fn mixtures_that_are_not_supported_say_why() {
+    let refuse = |extra: Value| refusal(&with("mixtral", extra));
+    assert!(refuse(json!({"router_jitter_noise": 0.1})).contains("routes without noise"));
+    assert!(refuse(json!({"n_shared_experts": 1})).contains("all tokens share"));
+    assert!(refuse(json!({"num_local_experts": 4, "num_experts": 8})).contains("contradict"));
+    assert!(refuse(json!({"num_experts_per_tok": 9})).contains("num_experts_per_tok is 9; expected 1 to 8"));
+    assert!(refuse(json!({"quantization_config": {"quant_method": "mxfp4"}})).contains("mxfp4"));
+    assert!(refusal(&with("qwen3_moe", json!({"decoder_sparse_step": 0}))).contains("decoder_sparse_step"));
+    assert!(refusal(&with("qwen3_moe", json!({"mlp_only_layers": "all"}))).contains("whole numbers"));
+    assert!(refusal(&with("gpt_oss", json!({"swiglu_limit": 0}))).contains("swiglu_limit is 0"));
 }
 
 fn gguf(builder: GgufBuilder) -> crate::base::error::Result<ModelConfig> {

@@ -5,6 +5,7 @@ pub mod block;
 pub mod config;
 pub mod config_gguf;
 pub mod config_hf;
+mod config_moe;
 pub mod generate;
 pub mod loading;
 pub mod lora;

@@ -14,6 +14,16 @@ use crate::tensor::{Device, MemoryCategory, Precision, Tensor, View, ViewMut};
 /// Rows whose weight gradients are added up before they meet the others: fixed, so that the sum does not depend on threads.
 const ROWS_PER_PARTIAL: usize = 64;
 
+/// When a norm rounds to the storage format.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum NormRounding {
+    /// `x·rstd`, and its product with the weight once more (Llama, Mistral, Qwen).
+    #[default]
+    BeforeWeight,
+    /// The product with the weight only, which is made in f32 (gpt-oss).
+    AfterWeight,
+}
+
 /// `x` [R, H] (rows without a gap), `weight` [H] → `y` [R, H], `rstd` [R].
 pub fn forward<'x, 'y>(
     device: &Device,
