@@ -14,14 +14,22 @@ __device__ __forceinline__ float row_sum(float x, float* shared) {
     return WARP_ROW ? warp_sum(x) : block_sum(x, shared);
 }
 
-/// Eight values of a row, normalized: rounded before they meet the weight, as Transformers does. The product of two bf16 is exact in f32, so one
-/// of bf16 arithmetic is the same after rounding.
-__device__ __forceinline__ Bf16x8 normalized(const Bf16x8& x, const Bf16x8& weight, float r) {
+/// Eight values of a row, normalized: rounded before they meet the weight, or after it alone, as Transformers does in gpt-oss. The product of two
+/// bf16 is exact in f32, so one of bf16 arithmetic is the same after rounding.
+__device__ __forceinline__ Bf16x8 normalized(const Bf16x8& x, const Bf16x8& weight, float r, int after_weight) {
     float v[8];
     x.unpack(v);
 #pragma unroll
     for (int j = 0; j < 8; ++j) v[j] *= r;
     Bf16x8 packed;
+    if (after_weight) {
+        float w[8];
+        weight.unpack(w);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) v[j] *= w[j];
+        packed.pack(v);
+        return packed;
+    }
     packed.pack(v);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -42,7 +50,8 @@ __device__ __forceinline__ float sum_of_squares(const Bf16x8& x) {
 /// WARPS warps a row of up to 256·VECTORS·WARPS values, all of it loaded before the first is used. Blocks of 256 threads.
 template <int WARPS, int VECTORS>
 __device__ __forceinline__ void forward(const bf16* __restrict__ x, const bf16* __restrict__ weight, bf16* __restrict__ y,
-                                        float* __restrict__ rstd, int64_t rows, int width, int64_t y_stride, float eps) {
+                                        float* __restrict__ rstd, int64_t rows, int width, int64_t y_stride, float eps,
+                                        int after_weight) {
     constexpr int LANES = WARPS * WARP, ROWS = 256 / LANES;
     __shared__ float shared[ROWS][WARPS];
     const int lane = threadIdx.x % LANES, vectors = width / 8;
@@ -78,7 +87,7 @@ __device__ __forceinline__ void forward(const bf16* __restrict__ x, const bf16* 
         // Else the compiler keeps the unpacked values, twice as large, from the sum on.
         asm volatile("" : "+r"(value[k].pair[0]), "+r"(value[k].pair[1]), "+r"(value[k].pair[2]), "+r"(value[k].pair[3]));
         const int i = lane + k * LANES;
-        if (i < vectors) out[i] = normalized(value[k], w[i], r);
+        if (i < vectors) out[i] = normalized(value[k], w[i], r, after_weight);
     }
 }
 
@@ -128,28 +137,28 @@ __device__ __forceinline__ void backward(const bf16* __restrict__ dy, const bf16
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(256) rms_norm_forward_1024(const bf16* x, const bf16* weight, bf16* y, float* rstd, int64_t rows, int width,
-        int64_t y_stride, float eps) {
-    forward<1, 4>(x, weight, y, rstd, rows, width, y_stride, eps);
+        int64_t y_stride, float eps, int after_weight) {
+    forward<1, 4>(x, weight, y, rstd, rows, width, y_stride, eps, after_weight);
 }
 
 extern "C" __global__ void __launch_bounds__(256) rms_norm_forward_2048(const bf16* x, const bf16* weight, bf16* y, float* rstd, int64_t rows, int width,
-        int64_t y_stride, float eps) {
-    forward<1, 8>(x, weight, y, rstd, rows, width, y_stride, eps);
+        int64_t y_stride, float eps, int after_weight) {
+    forward<1, 8>(x, weight, y, rstd, rows, width, y_stride, eps, after_weight);
 }
 
 extern "C" __global__ void __launch_bounds__(256) rms_norm_forward_4096(const bf16* x, const bf16* weight, bf16* y, float* rstd, int64_t rows, int width,
-        int64_t y_stride, float eps) {
-    forward<2, 8>(x, weight, y, rstd, rows, width, y_stride, eps);
+        int64_t y_stride, float eps, int after_weight) {
+    forward<2, 8>(x, weight, y, rstd, rows, width, y_stride, eps, after_weight);
 }
 
 extern "C" __global__ void __launch_bounds__(256) rms_norm_forward_8192(const bf16* x, const bf16* weight, bf16* y, float* rstd, int64_t rows, int width,
-        int64_t y_stride, float eps) {
-    forward<4, 8>(x, weight, y, rstd, rows, width, y_stride, eps);
+        int64_t y_stride, float eps, int after_weight) {
+    forward<4, 8>(x, weight, y, rstd, rows, width, y_stride, eps, after_weight);
 }
 
 /// A block a row.
 extern "C" __global__ void __launch_bounds__(512) rms_norm_forward_block(const bf16* x, const bf16* weight, bf16* y, float* rstd, int64_t rows, int width,
-        int64_t y_stride, float eps) {
+        int64_t y_stride, float eps, int after_weight) {
     __shared__ float shared[WARP];
     const int64_t row = blockIdx.x;
     const int vectors = width / 8;
@@ -160,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(512) rms_norm_forward_block(const b
     for (int i = threadIdx.x; i < vectors; i += blockDim.x) sum += sum_of_squares(in[i]);
     const float r = rsqrtf(block_sum(sum, shared) / width + eps);
     if (threadIdx.x == 0) rstd[row] = r;
-    for (int i = threadIdx.x; i < vectors; i += blockDim.x) out[i] = normalized(in[i], w[i], r);
+    for (int i = threadIdx.x; i < vectors; i += blockDim.x) out[i] = normalized(in[i], w[i], r, after_weight);
 }
 
 extern "C" __global__ void __launch_bounds__(256) rms_norm_backward_warp(const bf16* dy, const bf16* x, const bf16* weight, const float* rstd, bf16* dx, int64_t rows,

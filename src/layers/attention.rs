@@ -1,7 +1,7 @@
 //! Grouped-query attention over packed documents: projections, optional norms of q and k, rotary embedding, attention, output.
 
 use super::norm::RmsNorm;
-use super::parameter::Grads;
+use super::parameter::{Grads, ParamId};
 use super::projection::Projection;
 use super::{Context, Keep};
 use crate::ops::attention::{self, AttentionShape, Qkv, TileList};
@@ -29,6 +29,8 @@ pub struct Attention {
     pub o_proj: Projection,
     /// Norms of each query and key head (Qwen3).
     pub qk_norm: Option<QkNorms>,
+    /// A score a head that has no value, f32 [heads] (gpt-oss).
+    pub sinks: Option<ParamId>,
     /// Heads and scale.
     pub shape: AttentionShape,
 }
@@ -95,7 +97,7 @@ impl Attention {
             shape,
             tiles,
             operands,
-            None,
+            self.sinks(ctx),
             o.first_columns_mut(shape.q_width()),
             &mut softmax_lse,
         );
@@ -141,11 +143,12 @@ impl Attention {
         let mut dqkv = ctx.scratch(&self.qkv_proj.output_shape(device, rows));
         let operands = attention::Saved {
             qkv: Qkv::of(shape, qkv.view(), qk.as_ref().map(Tensor::view)),
-            sinks: None,
+            sinks: self.sinks(ctx),
             o: out,
             softmax_lse: &softmax_lse,
         };
-        attention::backward(device, shape, tiles, &operands, &d_o, dqkv.first_columns_mut(shape.qkv_width()), None);
+        let d_sinks = self.sinks.and_then(|sinks| grads.get_mut(sinks));
+        attention::backward(device, shape, tiles, &operands, &d_o, dqkv.first_columns_mut(shape.qkv_width()), d_sinks);
         drop((d_o, o, softmax_lse, qk));
         match self.norms(ctx) {
             None => rope::backward(device, dqkv.first_columns_mut(qk_width), table, position_ids),
@@ -171,6 +174,10 @@ impl Attention {
         dh
     }
 
+    fn sinks<'a>(&self, ctx: &Context<'a>) -> Option<&'a Tensor> {
+        self.sinks.map(|sinks| ctx.params.operand(sinks))
+    }
+
     fn norms<'a>(&self, ctx: &Context<'a>) -> Option<QkNorm<'a>> {
         let QkNorms { q_norm, k_norm } = self.qk_norm?;
         Some(QkNorm {
@@ -180,5 +187,82 @@ impl Attention {
             num_heads: self.shape.num_heads,
             num_kv_heads: self.shape.num_kv_heads,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layers::parameter::{Params, Part};
+    use crate::layers::projection::Linear;
+    use crate::ops::testing::{Values, assert_gradient, cpu, dot};
+    use crate::tensor::{Device, MemoryCategory};
+
+    const HIDDEN: usize = 6;
+    const ROWS: usize = 9;
+    const SHAPE: AttentionShape = AttentionShape { num_heads: 4, num_kv_heads: 2, head_dim: 4, scale: 0.5 };
+
+    /// A projection with biases, its values drawn.
+    fn projection(params: &mut Params, values: &mut Values, input: usize, outputs: &[usize]) -> Projection {
+        let out_features = outputs.iter().sum();
+        let matrix = params.push_matrix(out_features, input);
+        let mut first = 0;
+        let linears = outputs.iter().map(|&rows| {
+            let weight = params.push_part("weight", Part { matrix, row: first, col: 0, rows, cols: input });
+            params.set(weight, &values.vec(rows * input));
+            let bias = params.push("bias", values.tensor(&cpu(1), &[rows]));
+            let linear = Linear { weight, bias: Some(bias), lora: None, first, out_features: rows };
+            first += rows;
+            linear
+        });
+        let linears = linears.collect();
+        Projection { linears, matrix, in_features: input, out_features, adapter_columns: 0 }
+    }
+
+    /// An attention as that of gpt-oss, whose sinks train.
+    fn layer(device: &Device, sinks: &[f32]) -> (Params, Attention) {
+        let (mut params, mut values) = (Params::new(device), Values::new(4));
+        let (q, kv) = (SHAPE.q_width(), SHAPE.kv_width());
+        let qkv_proj = projection(&mut params, &mut values, HIDDEN, &[q, kv, kv]);
+        let o_proj = projection(&mut params, &mut values, q, &[HIDDEN]);
+        let id = params.push_f32("sinks", &[SHAPE.num_heads]);
+        params.set(id, sinks);
+        params.train(id);
+        let bias = qkv_proj.linears[1].bias.unwrap();
+        params.train(bias);
+        (params, Attention { qkv_proj, o_proj, qk_norm: None, sinks: Some(id), shape: SHAPE })
+    }
+
+    #[test]
+    fn gradients_with_sinks_agree_with_finite_differences_on_both_paths() {
+        let device = cpu(2);
+        let mut values = Values::new(9);
+        let [h, residual, dy] = [(); 3].map(|()| values.tensor(&device, &[ROWS, HIDDEN]));
+        let sinks = values.vec(SHAPE.num_heads);
+        let table = RopeTable::scaled(&device, &[1.0, 0.3], 1.25, 8);
+        let position_ids = device.indices(MemoryCategory::Metadata, vec![0, 1, 2, 3, 4, 5, 0, 1, 2]);
+        for (window, masked) in [(None, false), (Some(3), false), (Some(3), true)] {
+            let tiles = match masked {
+                false => TileList::new(&[0, 6, 9], window),
+                true => TileList::masked(&device, &[0, 6, 9], window),
+            };
+            let sequences = Sequences { tiles: &tiles, rope: &table, position_ids: &position_ids };
+            let forward = |(params, attention): &(Params, Attention), h: &[f32]| {
+                let h = device.tensor(MemoryCategory::Workspace, &[ROWS, HIDDEN], h.to_vec());
+                let ctx = Context::new(&device, params, None);
+                let (saved, y) = attention.forward(&ctx, sequences, h, Some(&residual), Keep::Inputs);
+                (saved, y.unwrap())
+            };
+            let made = layer(&device, &sinks);
+            let (saved, _) = forward(&made, h.f32s());
+            let (params, attention) = &made;
+            let (ctx, mut grads) = (Context::new(&device, params, None), Grads::new(params));
+            let mut upstream = device.tensor(MemoryCategory::Workspace, &[ROWS, HIDDEN], dy.to_vec());
+            let dh = attention.backward(&ctx, &mut grads, sequences, saved, || unreachable!(), &mut upstream, true);
+            let loss = |layer: &(Params, Attention), h: &[f32]| dot(dy.f32s(), forward(layer, h).1.f32s());
+            assert_gradient("dh", h.f32s(), dh.unwrap().f32s(), |h| loss(&made, h));
+            let dsinks = grads.get(attention.sinks.unwrap()).unwrap().to_vec();
+            assert_gradient("dsinks", &sinks, &dsinks, |sinks| loss(&layer(&device, sinks), h.f32s()));
+        }
     }
 }

@@ -181,6 +181,7 @@ fn gather(ctx: &Context<'_>, x: &Tensor, rows: &Indices, first: usize, count: us
 mod tests {
     use super::*;
     use crate::layers::parameter::Params;
+    use crate::ops::rms_norm::NormRounding;
     use crate::ops::testing::{Values, assert_close, cpu};
 
     const VOCAB: usize = 19;
@@ -193,7 +194,10 @@ mod tests {
         let mut params = Params::new(&device);
         let norm = params.push("norm", values.tensor(&device, &[HIDDEN]));
         let weight = params.push("head", values.tensor(&device, &[VOCAB, HIDDEN]));
-        let head = Head { norm: RmsNorm { weight: norm, eps: 1e-5, width: HIDDEN }, weight };
+        let head = Head {
+            norm: RmsNorm { weight: norm, eps: 1e-5, rounding: NormRounding::default(), width: HIDDEN },
+            weight,
+        };
         params.train(norm);
         params.train(weight);
         let ctx = Context::new(&device, &params, None);

@@ -2,7 +2,7 @@
 
 use super::Context;
 use super::parameter::{Grads, ParamId};
-use crate::ops::rms_norm;
+use crate::ops::rms_norm::{self, NormRounding};
 use crate::tensor::{Tensor, View, ViewMut};
 
 /// RMSNorm over `width` values.
@@ -12,6 +12,8 @@ pub struct RmsNorm {
     pub weight: ParamId,
     /// Added to the mean square.
     pub eps: f32,
+    /// When its output is rounded.
+    pub rounding: NormRounding,
     /// Values a norm runs over: the hidden size, or the head size for the norms of q and k.
     pub width: usize,
 }
@@ -21,7 +23,8 @@ impl RmsNorm {
     pub fn forward<'x, 'y>(&self, ctx: &Context<'_>, x: impl Into<View<'x>>, y: impl Into<ViewMut<'y>>) -> Tensor {
         let x = x.into();
         let mut rstd = ctx.saved_f32(&[x.rows()]);
-        rms_norm::forward(ctx.device, x, ctx.params.operand(self.weight), self.eps, y, &mut rstd);
+        let weight = ctx.params.operand(self.weight);
+        rms_norm::forward(ctx.device, x, weight, (self.eps, self.rounding), y, &mut rstd);
         rstd
     }
 

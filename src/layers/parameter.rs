@@ -48,6 +48,8 @@ pub struct Parameter {
     pub category: MemoryCategory,
     /// Whether the optimizer updates it.
     pub trainable: bool,
+    /// Whether operations read it in f32 on every device, so that it needs no working copy.
+    in_f32: bool,
     /// Value, exact: f32 where it trains.
     value: Place,
     /// What products read, where that is not `value` itself.
@@ -69,7 +71,7 @@ impl Parameter {
 
     fn new(name: &str, shape: &[usize], category: MemoryCategory, value: Place) -> Self {
         let (name, shape) = (name.to_owned(), shape.to_vec());
-        Self { name, shape, category, trainable: false, value, working: None, stacked: None }
+        Self { name, shape, category, trainable: false, in_f32: false, value, working: None, stacked: None }
     }
 }
 
@@ -91,6 +93,13 @@ impl Params {
     pub fn push(&mut self, name: &str, value: Tensor) -> ParamId {
         let (shape, category) = (value.shape().to_vec(), value.category());
         self.push_parameter(Parameter::new(name, &shape, category, Place::Own(value)))
+    }
+
+    /// As [`Self::push`], of a weight that operations read in f32 on every device, whether it trains or not.
+    pub fn push_f32(&mut self, name: &str, shape: &[usize]) -> ParamId {
+        let value = Place::Own(self.device.zeros_f32(MemoryCategory::Weights, shape));
+        let parameter = Parameter::new(name, shape, MemoryCategory::Weights, value);
+        self.push_parameter(Parameter { in_f32: true, ..parameter })
     }
 
     /// Lets a base weight that is a tensor of its own and does not train lie in `value`, with its shape and format and what it holds.
@@ -194,7 +203,7 @@ impl Params {
             return;
         }
         let is_part = matches!(self.list[id.0].value, Place::Part(_));
-        if is_part || self.device.precision() == Precision::Bf16 {
+        if is_part || (self.device.precision() == Precision::Bf16 && !self.list[id.0].in_f32) {
             let values = self.device.keeps_values().then(|| self.to_vec(id));
             let parameter = &mut self.list[id.0];
             let category = MemoryCategory::Optimizer;

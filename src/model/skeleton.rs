@@ -70,6 +70,10 @@ pub(super) fn skeleton(
             params.push_part(&name, *part);
             continue;
         }
+        if name.ends_with(".self_attn.sinks") {
+            params.push_f32(&name, &shape);
+            continue;
+        }
         let mut value = None;
         if name == EMBEDDING && embedding == Placement::Host {
             let mapped = match config.tie_word_embeddings {
@@ -140,7 +144,8 @@ impl Names {
     }
 
     fn norm(&self, module: &str, config: &ModelConfig, width: usize) -> Result<RmsNorm> {
-        Ok(RmsNorm { weight: self.id(&format!("{module}.weight"))?, eps: config.rms_norm_eps as f32, width })
+        let (weight, eps) = (self.id(&format!("{module}.weight"))?, config.rms_norm_eps as f32);
+        Ok(RmsNorm { weight, eps, rounding: config.norm_rounding, width })
     }
 
     fn projection(&self, block: &str, modules: &[&str], sizes: &Sizes, matrix: MatrixId) -> Result<Projection> {
@@ -175,6 +180,7 @@ impl Names {
                 qkv_proj,
                 o_proj,
                 qk_norm: config.qk_norm.then(qk_norm).transpose()?,
+                sinks: config.attention_sinks.then(|| self.id(&format!("{attn}.sinks"))).transpose()?,
                 shape: AttentionShape {
                     num_heads: config.num_attention_heads,
                     num_kv_heads: config.num_key_value_heads,

@@ -44,6 +44,8 @@ pub struct Transformer {
     metadata: MetadataCache,
     pub(super) offload: Mutex<Offload>,
     inv_freq: Vec<f32>,
+    /// Factor on cosines and sines.
+    rope_factor: f32,
     /// Grown when a batch has a longer document; shared by the batches that use it.
     rope: Mutex<Option<Arc<RopeTable>>>,
 }
@@ -135,6 +137,7 @@ impl Transformer {
             metadata: MetadataCache::new(MetadataPolicy::default(), config.windows().len()),
             offload: Mutex::default(),
             inv_freq: rotary::inv_freq(config),
+            rope_factor: rotary::attention_factor(config),
             rope: Mutex::default(),
         })
     }
@@ -538,7 +541,7 @@ impl Transformer {
             None => {
                 // Room to grow: documents that are longer bit by bit, as in generation, need few tables.
                 let num_positions = num_positions.next_power_of_two();
-                let table = Arc::new(RopeTable::new(&self.device, &self.inv_freq, num_positions));
+                let table = Arc::new(RopeTable::scaled(&self.device, &self.inv_freq, self.rope_factor, num_positions));
                 // A table for which there was no memory serves nobody else.
                 if !self.device.has_failed() {
                     *rope = Some(Arc::clone(&table));

@@ -70,7 +70,7 @@ impl Transformer {
         Ok(Some(model))
     }
 
-    /// A model of that shape with random weights: uniform with the standard deviation of GPT-2's start, 0.02; norms 1, biases 0. On a recording device
+    /// A model of that shape with random weights: uniform with the standard deviation of GPT-2's start, 0.02; norms 1, biases and sinks 0. On a recording device
     /// no weights are made.
     ///
     /// # Errors
@@ -85,7 +85,7 @@ impl Transformer {
             let (len, is_vector) = (model.params.get(id).len(), model.params.get(id).shape.len() == 1);
             let quantize = form.weights.double_quant().filter(|_| linear.contains(&id));
             if is_vector {
-                model.params.set(id, &vec![if name.ends_with("bias") { 0.0 } else { 1.0 }; len]);
+                model.params.set(id, &vec![if name.ends_with("norm.weight") { 1.0 } else { 0.0 }; len]);
             } else if quantize.is_none() && precision == Precision::Bf16 {
                 let mut bytes = vec![0; 2 * len];
                 random_values(Philox::new(seed, number as u64), &mut bytes, 8, |pair: &mut [u8], x| {

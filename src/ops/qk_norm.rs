@@ -5,7 +5,7 @@
 
 use rayon::prelude::*;
 
-use super::rms_norm::{gradient, normalize, rstd, weight_gradient};
+use super::rms_norm::{NormRounding, gradient, normalize, rstd, weight_gradient};
 use super::rope::{RopeTable, head_launch};
 use super::{MIN_ROWS_PER_TASK, elementwise};
 use crate::kernel_args;
@@ -79,7 +79,7 @@ pub fn forward<'x, 'y>(
             let rows = rows.zip(position_ids.i32s().par_iter()).with_min_len(MIN_ROWS_PER_TASK);
             rows.for_each(|((y, x), &position)| {
                 for (head, (y, x)) in y.chunks_exact_mut(d).zip(x.chunks_exact(d)).take(norm.all_heads()).enumerate() {
-                    normalize(precision, x, norm.weight(head).f32s(), norm.eps, y);
+                    normalize((precision, NormRounding::BeforeWeight), x, norm.weight(head).f32s(), norm.eps, y);
                     table.rotate_head(precision, y, position, 1.0);
                 }
             });
@@ -238,7 +238,7 @@ mod tests {
         let heads = device.tensor(SCRATCH, &[ROWS, D], x.view().columns(2 * D, D).to_vec());
         let mut want = device.empty(SCRATCH, &[ROWS, D]);
         let mut rstd = device.empty(SCRATCH, &[ROWS]);
-        rms_norm::forward(&device, &heads, &k_weight, 1e-6, &mut want, &mut rstd);
+        rms_norm::forward(&device, &heads, &k_weight, (1e-6, NormRounding::BeforeWeight), &mut want, &mut rstd);
         rope::forward(&device, &mut want, &table, &positions);
         assert_eq!(y.view().columns(2 * D, D).to_vec(), want.f32s());
 

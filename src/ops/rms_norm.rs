@@ -1,7 +1,7 @@
 //! RMSNorm over the last dimension: `y = w ⊙ x·rstd`, `rstd = (mean(x²) + eps)^-1/2`.
 //!
-//! `x·rstd` is rounded to the storage format before it is multiplied by `w` (as Llama, Mistral and Qwen do in Transformers).
-//! Saved for the backward pass: `x` and `rstd`. Backward: `dx = rstd·(w⊙dy) − x·rstd³/H·Σ(w⊙dy⊙x)`, `dw += Σ_rows dy⊙x·rstd`.
+//! `x·rstd` is rounded to the storage format before it is multiplied by `w` (as Llama, Mistral and Qwen do in Transformers), or the product
+//! alone is rounded ([`NormRounding`]). The backward pass is in f32 up to its result, so it is the same for both. Saved for the backward pass: `x` and `rstd`. Backward: `dx = rstd·(w⊙dy) − x·rstd³/H·Σ(w⊙dy⊙x)`, `dw += Σ_rows dy⊙x·rstd`.
 
 use rayon::prelude::*;
 
@@ -29,7 +29,7 @@ pub fn forward<'x, 'y>(
     device: &Device,
     x: impl Into<View<'x>>,
     weight: &Tensor,
-    eps: f32,
+    (eps, rounding): (f32, NormRounding),
     y: impl Into<ViewMut<'y>>,
     rstd: &mut Tensor,
 ) {
@@ -41,14 +41,16 @@ pub fn forward<'x, 'y>(
             let (precision, weight, stride) = (cpu.precision(), weight.f32s(), y.stride());
             let rows = y.f32s_mut().par_chunks_mut(stride).zip(x.f32s().par_chunks_exact(width));
             rows.zip(rstd.f32s_mut().par_iter_mut()).with_min_len(MIN_ROWS_PER_TASK).for_each(|((y, x), rstd)| {
-                *rstd = normalize(precision, x, weight, eps, &mut y[..width]);
+                *rstd = normalize((precision, rounding), x, weight, eps, &mut y[..width]);
             });
         }
         Device::Cuda(gpu) => {
             let rows = x.rows() as i64;
             let (kernel, launch) = forward_layout(rows, width);
             let (x, weight, y_stride) = (x.pointer(), weight.pointer(), y.stride() as i64);
-            let args = kernel_args![x, weight, y.pointer(), rstd.pointer(), rows, width as i32, y_stride, eps];
+            let after_weight = i32::from(rounding == NormRounding::AfterWeight);
+            let args =
+                kernel_args![x, weight, y.pointer(), rstd.pointer(), rows, width as i32, y_stride, eps, after_weight];
             gpu.launch(kernel, launch, args);
         }
     }
@@ -60,10 +62,17 @@ pub(super) fn rstd(x: &[f32], eps: f32) -> f32 {
 }
 
 /// One row on the CPU; returns its `rstd`.
-pub(super) fn normalize(precision: Precision, x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) -> f32 {
+pub(super) fn normalize(
+    (precision, rounding): (Precision, NormRounding),
+    x: &[f32],
+    weight: &[f32],
+    eps: f32,
+    y: &mut [f32],
+) -> f32 {
     let rstd = rstd(x, eps);
+    let first = if rounding == NormRounding::BeforeWeight { precision } else { Precision::F32 };
     for ((y, x), w) in y.iter_mut().zip(x).zip(weight) {
-        *y = precision.round(precision.round(x * rstd) * w);
+        *y = precision.round(first.round(x * rstd) * w);
     }
     rstd
 }
@@ -187,8 +196,9 @@ pub(super) fn weight_gradient(dy: &[f32], x: &[f32], rstd: &[f32], dweight: &mut
 
 #[cfg(test)]
 mod tests {
-    use super::{backward, forward};
+    use super::{NormRounding, backward, forward};
     use crate::ops::testing::{Values, assert_close, assert_gradient, cpu, dot};
+    use crate::tensor::{Device, MemoryCategory, Precision};
 
     #[test]
     fn backward_agrees_with_finite_differences() {
@@ -204,7 +214,7 @@ mod tests {
             );
             let mut y = device.empty(dy.category(), &[rows, width]);
             let mut rstd = device.empty(dy.category(), &[rows]);
-            forward(&device, &x, &w, 1e-5, &mut y, &mut rstd);
+            forward(&device, &x, &w, (1e-5, NormRounding::BeforeWeight), &mut y, &mut rstd);
             (y, rstd)
         };
         let (_, rstd) = run(x.f32s(), w.f32s());
@@ -220,5 +230,31 @@ mod tests {
         backward(&device, &dy, &x, &w, &rstd, true, &mut dx, None);
         let doubled: Vec<f32> = assigned.iter().map(|x| 2.0 * x).collect();
         assert_close("accumulated dx", dx.f32s(), &doubled, 1e-6);
+    }
+
+    #[test]
+    fn both_roundings_are_those_of_their_definitions() {
+        let scratch = MemoryCategory::Workspace;
+        let device = Device::cpu(1, Precision::Bf16).unwrap();
+        let (rows, width) = (3, 40);
+        let mut v = Values::new(8);
+        let round = |x: f32| Precision::Bf16.round(x);
+        let [x, w] = [rows * width, width].map(|len| v.vec(len).into_iter().map(round).collect::<Vec<f32>>());
+        let run = |rounding| {
+            let (x, w) =
+                (device.tensor(scratch, &[rows, width], x.clone()), device.tensor(scratch, &[width], w.clone()));
+            let mut y = device.empty(scratch, &[rows, width]);
+            let mut rstd = device.empty(scratch, &[rows]);
+            forward(&device, &x, &w, (1e-5, rounding), &mut y, &mut rstd);
+            (y.to_vec(), rstd.to_vec())
+        };
+        let (before, rstd) = run(NormRounding::BeforeWeight);
+        let (after, _) = run(NormRounding::AfterWeight);
+        let each = |i: usize| (x[i] * rstd[i / width], w[i % width]);
+        let want =
+            |f: &dyn Fn(f32, f32) -> f32| (0..rows * width).map(|i| f(each(i).0, each(i).1)).collect::<Vec<f32>>();
+        assert_eq!(before, want(&|x, w| round(round(x) * w)));
+        assert_eq!(after, want(&|x, w| round(x * w)));
+        assert_ne!(before, after);
     }
 }

@@ -19,6 +19,12 @@ pub struct RopeTable {
 impl RopeTable {
     /// The table for positions `0..num_positions`. Angles are products in f32, as Transformers computes them.
     pub fn new(device: &Device, inv_freq: &[f32], num_positions: usize) -> Self {
+        Self::scaled(device, inv_freq, 1.0, num_positions)
+    }
+
+    /// As [`Self::new`], cosines and sines multiplied by `factor` before they are rounded (YaRN). Turned vectors are then longer by that factor, and so
+    /// are gradients on their way back.
+    pub fn scaled(device: &Device, inv_freq: &[f32], factor: f32, num_positions: usize) -> Self {
         let shape = [num_positions, inv_freq.len()];
         let precision = device.precision();
         let table = |f: fn(f64) -> f64| {
@@ -26,7 +32,7 @@ impl RopeTable {
                 return device.empty_f32(MemoryCategory::Metadata, &shape);
             }
             let angles = (0..num_positions).flat_map(|p| inv_freq.iter().map(move |freq| p as f32 * freq));
-            let values = angles.map(|angle| precision.round(f(f64::from(angle)) as f32)).collect();
+            let values = angles.map(|angle| precision.round(f(f64::from(angle)) as f32 * factor)).collect();
             device.tensor_f32(MemoryCategory::Metadata, &shape, values)
         };
         Self { cos: table(f64::cos), sin: table(f64::sin) }
@@ -128,7 +134,7 @@ mod tests {
         assert_eq!(head_launch(8, 3, 128).grid, [1, 1, 1]);
         assert_eq!(head_launch(8, 33, 20).grid, [1, 3, 1], "five lanes take the place of eight");
     }
-    use crate::ops::testing::{Values, assert_close, cpu};
+    use crate::ops::testing::{Values, assert_close, assert_gradient, cpu, dot};
 
     #[test]
     fn backward_undoes_forward_and_positions_index_the_table() {
@@ -146,5 +152,26 @@ mod tests {
         // A turn keeps lengths, and the negative turn undoes it.
         backward(&device, &mut x, &table, &positions);
         assert_close("round trip", x.f32s(), &before, 1e-6);
+    }
+
+    #[test]
+    fn a_factor_lengthens_what_turns_and_gradients_agree_with_finite_differences() {
+        let device = cpu(1);
+        let mut v = Values::new(6);
+        let (rows, width) = (3, 2 * 8);
+        let (inv_freq, positions) = ([1.0, 0.1, 0.01, 0.001], device.indices(MemoryCategory::Metadata, vec![0, 3, 7]));
+        let table = RopeTable::scaled(&device, &inv_freq, 1.25, 10);
+        let (x, dy) = (v.tensor(&device, &[rows, width]), v.tensor(&device, &[rows, width]));
+        let run = |x: &[f32], table: &RopeTable| {
+            let mut y = device.tensor(MemoryCategory::Workspace, &[rows, width], x.to_vec());
+            forward(&device, &mut y, table, &positions);
+            y
+        };
+        let plain = run(x.f32s(), &RopeTable::new(&device, &inv_freq, 10));
+        let longer: Vec<f32> = plain.f32s().iter().map(|y| 1.25 * y).collect();
+        assert_close("scaled", run(x.f32s(), &table).f32s(), &longer, 1e-6);
+        let mut dx = device.tensor(MemoryCategory::Workspace, &[rows, width], dy.to_vec());
+        backward(&device, &mut dx, &table, &positions);
+        assert_gradient("dx", x.f32s(), dx.f32s(), |x| dot(dy.f32s(), run(x, &table).f32s()));
     }
 }

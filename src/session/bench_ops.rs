@@ -11,8 +11,9 @@ use crate::formats::safetensors::Dtype;
 use crate::ops::attention::{self, AttentionShape, Qkv, Saved, TileList};
 use crate::ops::nf4::{self, Nf4Weight};
 use crate::ops::qk_norm::{self, QkNorm};
+use crate::ops::rms_norm::{self, NormRounding};
 use crate::ops::rope::{self, RopeTable};
-use crate::ops::{elementwise, matmul, rms_norm, swiglu};
+use crate::ops::{elementwise, matmul, swiglu};
 use crate::tensor::{Device, MemoryCategory, Tensor};
 
 const SCRATCH: MemoryCategory = MemoryCategory::Workspace;
@@ -100,7 +101,7 @@ fn memory_bound(device: &Device, sizes: &Sizes) -> Result<Vec<OpRow>> {
     let weight = random(device, &[hidden]);
     let mut rstd = device.empty_f32(SCRATCH, &[rows]);
     let ms = time(device, calls, || {
-        rms_norm::forward(device, &x, &weight, 1e-6, y.first_columns_mut(hidden), &mut rstd);
+        rms_norm::forward(device, &x, &weight, (1e-6, NormRounding::default()), y.first_columns_mut(hidden), &mut rstd);
     })?;
     add("rms_norm forward", 2 * rows * hidden, ms);
     let ms = time(device, calls, || {

@@ -14,9 +14,10 @@ use tandem::ops::adamw8::{self, Moment8};
 use tandem::ops::cross_entropy::{self, LossSum};
 use tandem::ops::dropout::{self, DropoutKey};
 use tandem::ops::multi_tensor::{Member, Moments, MultiTensor};
+use tandem::ops::rms_norm::{self, NormRounding};
 use tandem::ops::rope::{self, RopeTable};
 use tandem::ops::swiglu_lora::{self, Adapters, Gradients};
-use tandem::ops::{adamw, adapter, elementwise, embedding, matmul, norm, rms_norm, swiglu};
+use tandem::ops::{adamw, adapter, elementwise, embedding, matmul, norm, swiglu};
 use tandem::tensor::{Device, MemoryCategory, Precision, Tensor, View};
 
 use super::golden_family::error;
@@ -160,12 +161,15 @@ fn norms() {
             // Rows with room behind them, as projections want them.
             let (dy, mut dx) = (tensor(d, &[rows, width], &dy), d.zeros(SCRATCH, &[rows, width + 16]));
             dx.first_columns_mut(width).set(&before);
-            let mut y = d.zeros(SCRATCH, &[rows, width + 64]);
+            let [mut y, mut other] = [(); 2].map(|()| d.zeros(SCRATCH, &[rows, width + 64]));
             let mut rstd = d.empty_f32(SCRATCH, &[rows]);
             let mut dw = d.zeros_f32(SCRATCH, &[width]);
-            rms_norm::forward(d, &x, &w, 1e-5, y.first_columns_mut(width), &mut rstd);
+            let after = (1e-5, NormRounding::AfterWeight);
+            rms_norm::forward(d, &x, &w, after, other.first_columns_mut(width), &mut rstd);
+            let before = (1e-5, NormRounding::BeforeWeight);
+            rms_norm::forward(d, &x, &w, before, y.first_columns_mut(width), &mut rstd);
             rms_norm::backward(d, &dy, &x, &w, &rstd, true, dx.first_columns_mut(width), Some(&mut dw));
-            vec![y, rstd, dx, dw]
+            vec![y, other, rstd, dx, dw]
         });
     }
 }
