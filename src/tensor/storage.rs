@@ -265,6 +265,14 @@ impl Indices {
         }
     }
 
+    /// The values on the CPU, to change.
+    pub fn i32s_mut(&mut self) -> &mut [i32] {
+        match &mut self.storage {
+            IndexStorage::Host(data) => data,
+            IndexStorage::Cuda(_) => unreachable!("a CPU form was given GPU indices"),
+        }
+    }
+
     /// Address on the GPU. Launchers get no other kind.
     pub fn pointer(&self) -> u64 {
         match &self.storage {
