@@ -11,6 +11,7 @@ pub mod cross_entropy;
 pub mod dropout;
 pub mod elementwise;
 pub mod embedding;
+pub mod grouped_matmul;
 pub mod matmul;
 pub mod matmul_plan;
 pub mod multi_tensor;
