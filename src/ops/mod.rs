@@ -12,6 +12,8 @@ pub mod dropout;
 pub mod elementwise;
 pub mod embedding;
 pub mod expert_activation;
+pub mod expert_bias;
+pub mod grouped_matmul;
 pub mod matmul;
 pub mod matmul_plan;
 pub mod multi_tensor;
