@@ -7,7 +7,7 @@ use anyhow::{Context as _, bail, ensure};
 
 use crate::base::error::Result;
 use crate::base::files;
-use crate::formats::peft::{AdapterConfig, CONFIG_FILE, PROJECTIONS, WEIGHTS_FILE};
+use crate::formats::peft::{AdapterConfig, CONFIG_FILE, EXPERT_PARAMETERS, PROJECTIONS, WEIGHTS_FILE};
 use crate::formats::safetensors::{Dtype, SafetensorsFile, TensorSpec, write};
 use crate::model::config::ModelConfig;
 
@@ -65,14 +65,34 @@ pub fn parse_name(name: &str) -> Option<(&str, Side)> {
     }
 }
 
-/// Block number and projection of a module such as `model.layers.3.mlp.up_proj`.
-fn place(module: &str) -> Option<(usize, &'static str)> {
+/// What an adapter of a block is on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Adapted {
+    /// A linear layer, one of [`PROJECTIONS`].
+    Projection(&'static str),
+    /// The module of routed experts. PEFT wraps it once for each adapted parameter, the inner one as `base_layer`.
+    Experts { inner: bool },
+}
+
+/// Block number and adapted thing of a module such as `model.layers.3.mlp.up_proj`.
+fn place(module: &str) -> Option<(usize, Adapted)> {
     let (layer, rest) = module.strip_prefix("model.layers.")?.split_once('.')?;
-    let (parent, projection) = rest.split_once('.')?;
-    let at = PROJECTIONS.iter().position(|p| *p == projection)?;
+    let (parent, name) = rest.split_once('.')?;
+    let layer = layer.parse().ok()?;
+    if let ("mlp", "experts" | "experts.base_layer") = (parent, name) {
+        return Some((layer, Adapted::Experts { inner: name != "experts" }));
+    }
+    let at = PROJECTIONS.iter().position(|p| *p == name)?;
     // The first four are the attention's, the others the MLP's.
     let right = if at < 4 { "self_attn" } else { "mlp" };
-    (parent == right).then_some((layer.parse().ok()?, PROJECTIONS[at]))
+    (parent == right).then_some((layer, Adapted::Projection(PROJECTIONS[at])))
+}
+
+/// The module under which PEFT keeps the adapters of a parameter of experts, one of [`EXPERT_PARAMETERS`] by number; `None` where `adapted` says that it
+/// has none.
+fn experts_module(parameter: usize, adapted: [bool; 2]) -> Option<&'static str> {
+    let inner = adapted == [true, true] && parameter == 0;
+    adapted[parameter].then_some(if inner { "mlp.experts.base_layer" } else { "mlp.experts" })
 }
 
 impl AdapterWeights {
@@ -82,21 +102,30 @@ impl AdapterWeights {
     /// When a name is not one of an adapted projection, a matrix has another rank than the configuration or no partner,
     /// or the number of values does not fit the shape.
     pub fn check(&self) -> Result<()> {
-        let projections = self.config.projections()?;
+        let (projections, experts) = (self.config.projections()?, self.config.experts()?);
         let mut sides: HashMap<&str, [bool; 2]> = HashMap::new();
         for t in &self.tensors {
             let name = &t.name;
             let (module, side) = parse_name(name).with_context(|| format!("tensor {name} is not a LoRA matrix"))?;
-            let Some((layer, projection)) = place(module) else {
+            let Some((layer, adapted)) = place(module) else {
                 bail!("tensor {name} belongs to no linear layer of a block");
             };
+            let wanted = match adapted {
+                Adapted::Projection(projection) => projections.contains(&projection),
+                Adapted::Experts { inner: true } => experts == [true, true],
+                Adapted::Experts { inner: false } => experts.contains(&true),
+            };
             ensure!(
-                projections.contains(&projection) && self.config.has_layer(layer),
-                "tensor {name} belongs to a module that target_modules and layers_to_transform leave out"
+                wanted && self.config.has_layer(layer),
+                "tensor {name} belongs to a module that target_modules, target_parameters and layers_to_transform leave out"
             );
             let r = self.config.r;
             let fits = match (side, t.shape.as_slice()) {
-                (Side::A, [rank, _]) | (Side::B, [_, rank]) => *rank == r,
+                (Side::A, [rank, _]) | (Side::B, [_, rank]) => match adapted {
+                    Adapted::Projection(_) => *rank == r,
+                    // One below or beside the other.
+                    Adapted::Experts { .. } => *rank > 0 && rank.is_multiple_of(r),
+                },
                 _ => false,
             };
             ensure!(fits, "tensor {name} has shape {:?}, which does not fit r = {r}", t.shape);
@@ -128,16 +157,13 @@ impl AdapterWeights {
         if let Some(layer) = self.config.layers_to_transform.iter().find(|l| **l >= model.num_hidden_layers) {
             bail!("the adapter is for block {layer}, the model has {} blocks", model.num_hidden_layers);
         }
-        let projections = self.config.projections()?;
+        let (projections, experts) = (self.config.projections()?, self.config.experts()?);
         let mut wanted = 0;
         for (name, shape) in model.expected_tensors() {
-            let Some(module) = name.strip_suffix(".weight") else { continue };
-            let Some((layer, projection)) = place(module) else { continue };
-            if !self.config.has_layer(layer) || !projections.contains(&projection) {
-                continue;
-            }
-            for (side, want) in [(Side::A, [self.config.r, shape[1]]), (Side::B, [shape[0], self.config.r])] {
-                let key = tensor_name(module, side);
+            let Some((module, rank)) = self.adapted_module(&name, &shape, &projections, experts) else { continue };
+            let [.., out, inner] = shape[..] else { continue };
+            for (side, want) in [(Side::A, [rank, inner]), (Side::B, [out, rank])] {
+                let key = tensor_name(&module, side);
                 let t = by_name.get(key.as_str()).with_context(|| format!("the adapter has no {key}"))?;
                 ensure!(t.shape == want, "the adapter's {key} has shape {:?}, this model takes {want:?}", t.shape);
                 wanted += 1;
@@ -145,6 +171,28 @@ impl AdapterWeights {
         }
         ensure!(wanted == self.tensors.len(), "the adapter has matrices for blocks that the model does not have");
         Ok(())
+    }
+
+    /// The module under which the adapter of a weight is kept, and its rank there (that of all experts together); `None` where it has none.
+    fn adapted_module(
+        &self,
+        name: &str,
+        shape: &[usize],
+        projections: &[&str],
+        experts: [bool; 2],
+    ) -> Option<(String, usize)> {
+        let r = self.config.r;
+        if let [num_experts, ..] = *shape
+            && let Some((parameter, block)) =
+                EXPERT_PARAMETERS.iter().enumerate().find_map(|(i, end)| Some((i, name.strip_suffix(end)?)))
+        {
+            let layer = block.strip_prefix("model.layers.")?.strip_suffix('.')?.parse().ok()?;
+            let module = experts_module(parameter, experts).filter(|_| self.config.has_layer(layer))?;
+            return Some((format!("{block}{module}"), r * num_experts));
+        }
+        let module = name.strip_suffix(".weight")?;
+        let (layer, Adapted::Projection(projection)) = place(module)? else { return None };
+        (self.config.has_layer(layer) && projections.contains(&projection)).then(|| (module.to_owned(), r))
     }
 }
 

@@ -28,6 +28,7 @@ fn small() -> AdapterWeights {
         lora_dropout: 0.0,
         use_rslora: false,
         target_modules: vec!["q_proj".into()],
+        target_parameters: Vec::new(),
         layers_to_transform: vec![1],
     };
     let module = "model.layers.1.self_attn.q_proj";

@@ -8,6 +8,9 @@ use crate::base::error::Result;
 /// The linear layers of a block, in the order of computation: what `all-linear` means for the supported families.
 pub const PROJECTIONS: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
 
+/// The weights of routed experts that can have adapters, in the order of computation: PEFT's `target_parameters`.
+pub const EXPERT_PARAMETERS: [&str; 2] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"];
+
 /// Name of the configuration file in an adapter's folder.
 pub const CONFIG_FILE: &str = "adapter_config.json";
 /// Name of the weights file in an adapter's folder.
@@ -46,6 +49,8 @@ pub struct AdapterConfig {
     pub use_rslora: bool,
     /// Members of [`PROJECTIONS`] that have an adapter, or the single word `all-linear`.
     pub target_modules: Vec<String>,
+    /// Members of [`EXPERT_PARAMETERS`] that have adapters.
+    pub target_parameters: Vec<String>,
     /// Blocks that have an adapter; empty means all.
     pub layers_to_transform: Vec<usize>,
 }
@@ -62,7 +67,18 @@ impl AdapterConfig {
     /// # Errors
     /// When `target_modules` is empty or names something else.
     pub fn projections(&self) -> Result<Vec<&'static str>> {
+        if self.target_modules.is_empty() && !self.target_parameters.is_empty() {
+            return Ok(Vec::new());
+        }
         expand_targets(&self.target_modules)
+    }
+
+    /// Which of [`EXPERT_PARAMETERS`] have adapters.
+    ///
+    /// # Errors
+    /// When `target_parameters` names something else.
+    pub fn experts(&self) -> Result<[bool; 2]> {
+        expert_targets(&self.target_parameters)
     }
 
     /// Whether block `layer` has adapters.
@@ -100,7 +116,12 @@ impl AdapterConfig {
             lora_alpha: number("lora_alpha")?.context("lora_alpha is missing")?,
             lora_dropout: number("lora_dropout")?.unwrap_or(0.0),
             use_rslora: get("use_rslora").and_then(Value::as_bool).unwrap_or(false),
-            target_modules: targets(get("target_modules"))?,
+            target_modules: match get("target_parameters") {
+                // PEFT writes an empty list where only parameters have adapters.
+                Some(_) if get("target_modules").and_then(Value::as_array).is_none_or(Vec::is_empty) => Vec::new(),
+                _ => targets(get("target_modules"))?,
+            },
+            target_parameters: parameters(get("target_parameters"))?,
             layers_to_transform: layers(get("layers_to_transform"))?,
         };
         config.check()?;
@@ -139,6 +160,9 @@ impl AdapterConfig {
         set("rank_pattern", Value::Object(Map::new()));
         set("revision", Value::Null);
         set("target_modules", self.projections()?.into());
+        if !self.target_parameters.is_empty() {
+            set("target_parameters", self.target_parameters.clone().into());
+        }
         set("task_type", "CAUSAL_LM".into());
         set("use_dora", false.into());
         set("use_rslora", self.use_rslora.into());
@@ -149,8 +173,40 @@ impl AdapterConfig {
         ensure!((1..=65_536).contains(&self.r), "r is {}; expected 1 to 65536", self.r);
         ensure!(self.lora_alpha.is_finite(), "lora_alpha is {}; expected a number", self.lora_alpha);
         ensure!((0.0..1.0).contains(&self.lora_dropout), "lora_dropout is {}; expected 0 ≤ p < 1", self.lora_dropout);
+        let on_experts = self.experts()?.contains(&true);
+        ensure!(
+            !on_experts || self.lora_dropout == 0.0,
+            "lora_dropout is {}; adapters on experts (target_parameters) take none",
+            self.lora_dropout
+        );
         self.projections().map(|_| ())
     }
+}
+
+/// Which of [`EXPERT_PARAMETERS`] a list means. PEFT matches ends of parameter names.
+///
+/// # Errors
+/// When the list names something else.
+pub fn expert_targets(targets: &[String]) -> Result<[bool; 2]> {
+    let mut wanted = [false; 2];
+    for target in targets {
+        let is_end = |name: &&str| name.ends_with(target.as_str()) && (target.starts_with("mlp.") || target.starts_with("experts."));
+        match EXPERT_PARAMETERS.iter().position(|name| is_end(&name)) {
+            Some(i) => wanted[i] = true,
+            None => bail!("target_parameters: {target:?} is not supported; use {}", EXPERT_PARAMETERS.join(", ")),
+        }
+    }
+    Ok(wanted)
+}
+
+fn parameters(value: Option<&Value>) -> Result<Vec<String>> {
+    let Some(value) = value else { return Ok(Vec::new()) };
+    let names: Option<Vec<String>> =
+        value.as_array().and_then(|list| list.iter().map(|v| v.as_str().map(str::to_owned)).collect());
+    let names = names.with_context(|| format!("target_parameters is {value}; expected a list of names"))?;
+    let wanted = expert_targets(&names)?;
+    let chosen = EXPERT_PARAMETERS.into_iter().zip(wanted).filter_map(|(name, wanted)| wanted.then(|| name.to_owned()));
+    Ok(chosen.collect())
 }
 
 /// The projections that a list of targets means, in the order of [`PROJECTIONS`]. PEFT matches ends of module names, so
@@ -220,6 +276,7 @@ fn refuse_unknown(key: &str, value: &Value) -> Result<()> {
         | "lora_dropout"
         | "use_rslora"
         | "target_modules"
+        | "target_parameters"
         | "layers_to_transform" => Ok(()),
         "bias" if value == "none" => Ok(()),
         "bias" => bail!("bias {value} is not supported: adapters with trained biases cannot be loaded (\"none\" is)"),
@@ -283,6 +340,7 @@ mod tests {
             lora_dropout: 0.1,
             use_rslora: true,
             target_modules: vec!["all-linear".into()],
+            target_parameters: Vec::new(),
             layers_to_transform: vec![1, 2],
         };
         let text = c.to_json().unwrap();

@@ -3,8 +3,7 @@
 //! A matrix is whole, one tensor, or packed: its weights stay in 4 bits, its adapters are tensors of their own, and products read a tensor that is made
 //! of them each time. Made matrices can be held for as long as several products of a block read them.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-
+use super::held::{Held, Hold, Operand};
 use super::parameter::Part;
 use crate::formats::nf4::Nf4;
 use crate::ops::elementwise;
@@ -33,8 +32,8 @@ struct Packed {
     /// Rows of all weights, and their columns.
     shape: (usize, usize),
     adapters: Option<Adapters>,
-    /// Made matrices of those who hold them.
-    held: Mutex<Held>,
+    /// The matrix that is made of it.
+    held: Held,
 }
 
 /// What products read of the adapters.
@@ -46,52 +45,7 @@ struct Adapters {
     a: Tensor,
 }
 
-#[derive(Debug, Default)]
-struct Held {
-    holders: usize,
-    made: Option<Arc<Tensor>>,
-}
-
-/// A matrix as products read it: [≥N + R, ≥in + R].
-#[derive(Debug)]
-pub enum Operand<'a> {
-    /// It lies there.
-    Lasting(&'a Tensor),
-    /// It was made for this product, or for as long as somebody holds it.
-    Made(Arc<Tensor>),
-}
-
-impl Operand<'_> {
-    /// The whole matrix.
-    pub fn view(&self) -> View<'_> {
-        match self {
-            Self::Lasting(tensor) => tensor.view(),
-            Self::Made(tensor) => tensor.view(),
-        }
-    }
-}
-
-/// While it lives, a packed matrix that was made is kept.
-#[derive(Debug)]
-pub struct Hold<'a>(Option<&'a Packed>);
-
-impl Drop for Hold<'_> {
-    fn drop(&mut self) {
-        if let Some(packed) = self.0 {
-            let mut held = packed.held();
-            held.holders -= 1;
-            if held.holders == 0 {
-                held.made = None;
-            }
-        }
-    }
-}
-
 impl Packed {
-    fn held(&self) -> MutexGuard<'_, Held> {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn rank(&self) -> usize {
         self.adapters.as_ref().map_or(0, |adapters| adapters.a.rows())
     }
@@ -142,7 +96,7 @@ impl Matrix {
         };
         let weights = rows.iter().map(weight).collect();
         let shape = (first, cols);
-        let values = Values::Packed(Packed { weights, shape, adapters: None, held: Mutex::default() });
+        let values = Values::Packed(Packed { weights, shape, adapters: None, held: Held::default() });
         Self { values, stacked: (0, 0) }
     }
 
@@ -173,29 +127,16 @@ impl Matrix {
     pub(super) fn operand(&self, device: &Device) -> Operand<'_> {
         match &self.values {
             Values::Whole(tensor) => Operand::Lasting(tensor),
-            Values::Packed(packed) => {
-                let mut held = packed.held();
-                if let Some(made) = &held.made {
-                    return Operand::Made(Arc::clone(made));
-                }
-                let made = Arc::new(packed.make(device));
-                if held.holders > 0 {
-                    held.made = Some(Arc::clone(&made));
-                }
-                Operand::Made(made)
-            }
+            Values::Packed(packed) => packed.held.get(|| packed.make(device)),
         }
     }
 
     /// Keeps what is made of a packed matrix for as long as the hold lives.
     pub(super) fn hold(&self) -> Hold<'_> {
-        Hold(match &self.values {
-            Values::Whole(_) => None,
-            Values::Packed(packed) => {
-                packed.held().holders += 1;
-                Some(packed)
-            }
-        })
+        match &self.values {
+            Values::Whole(_) => Hold::nothing(),
+            Values::Packed(packed) => packed.held.hold(),
+        }
     }
 
     /// A part; of a packed matrix, one of the adapters' block beside or below the weights.

@@ -4,15 +4,19 @@
 
 pub mod attention;
 pub mod embedding;
+pub mod feed_forward;
 pub mod head;
+pub mod held;
 pub mod matrix;
 pub mod mlp;
+pub mod moe;
 pub mod norm;
 pub mod parameter;
 pub mod projection;
 
 use crate::ops::dropout::DropoutKey;
 use crate::tensor::{Device, MemoryCategory, Tensor};
+use moe::MoeRun;
 use parameter::Params;
 
 /// What every layer needs to run: the device, the parameters' values, and the state of dropout.
@@ -26,6 +30,8 @@ pub struct Context<'a> {
     pub dropout: Option<DropoutState>,
     /// Number of the first row in its pass: 0, but in a tile of rows.
     pub first_row: usize,
+    /// How routed experts run.
+    pub moe: MoeRun<'a>,
 }
 
 /// What a forward pass keeps for the backward pass.
@@ -62,7 +68,7 @@ impl DropoutState {
 impl<'a> Context<'a> {
     /// For the rows of a pass from the first one on.
     pub fn new(device: &'a Device, params: &'a Params, dropout: Option<DropoutState>) -> Self {
-        Self { device, params, dropout, first_row: 0 }
+        Self { device, params, dropout, first_row: 0, moe: MoeRun::default() }
     }
 
     /// For a tile of rows that begins at row `first` of these: dropout drops there what it would drop in the whole.

@@ -2,9 +2,15 @@
 //!
 //! A projection's weights and the adapters on them lie in one matrix, so that one product reads them all (see `projection`). Such a parameter
 //! is a part of the matrix, or, where it trains, an f32 tensor of its own with the part as its working copy.
+//!
+//! The weights of a block's experts are one parameter [experts, out, in], as in Transformers, and so is each matrix of their adapters. They may stay
+//! in MXFP4: products then read a tensor that is made of them each time.
 
-use super::matrix::{Hold, Matrix, Operand};
+use super::held::{Held, Hold, Operand};
+use super::matrix::Matrix;
+use crate::formats::mxfp4::Mxfp4;
 use crate::formats::nf4::Nf4;
+use crate::ops::mxfp4::{self, Mxfp4Weight};
 use crate::tensor::{Device, MemoryCategory, Precision, Tensor, View, ViewMut};
 
 /// Index of a parameter in its model's list.
@@ -35,6 +41,14 @@ pub struct Part {
 enum Place {
     Own(Tensor),
     Part(Part),
+    Packed(Box<PackedExperts>),
+}
+
+/// Weights of experts in MXFP4, and what is made of them.
+#[derive(Debug)]
+struct PackedExperts {
+    weight: Mxfp4Weight,
+    held: Held,
 }
 
 /// One parameter: its name, its value and whether it trains.
@@ -93,6 +107,26 @@ impl Params {
     pub fn push(&mut self, name: &str, value: Tensor) -> ParamId {
         let (shape, category) = (value.shape().to_vec(), value.category());
         self.push_parameter(Parameter::new(name, &shape, category, Place::Own(value)))
+    }
+
+    /// Adds the weights of experts [experts, out, in] in MXFP4; they have no values until [`Self::set_mxfp4`].
+    pub fn push_mxfp4(&mut self, name: &str, shape: [usize; 3]) -> ParamId {
+        let weight = Mxfp4Weight::room(&self.device, &shape);
+        let value = Place::Packed(Box::new(PackedExperts { weight, held: Held::default() }));
+        self.push_parameter(Parameter::new(name, &shape, MemoryCategory::Weights, value))
+    }
+
+    /// Adds an adapter matrix that is a tensor of its own: f32, trains, with a copy in the device's format that products read, where that is another.
+    pub fn push_own_adapter(&mut self, name: &str, shape: &[usize], values: impl FnOnce() -> Vec<f32>) -> ParamId {
+        let category = MemoryCategory::Adapters;
+        let working = (self.device.precision() == Precision::Bf16).then(|| self.device.zeros(category, shape));
+        let value = self.device.empty_f32(category, shape);
+        let adapter = Parameter::new(name, shape, category, Place::Own(value));
+        let id = self.push_parameter(Parameter { trainable: true, working: working.map(Place::Own), ..adapter });
+        if self.device.keeps_values() {
+            self.set(id, &values());
+        }
+        id
     }
 
     /// As [`Self::push`], of a weight that operations read in f32 on every device, whether it trains or not.
@@ -178,8 +212,41 @@ impl Params {
     /// Whether a parameter is a weight in 4 bits. Such a weight does not train.
     pub fn is_nf4(&self, id: ParamId) -> bool {
         match &self.list[id.0].value {
-            Place::Own(_) => false,
+            Place::Own(_) | Place::Packed(_) => false,
             Place::Part(part) => self.matrices[part.matrix.0].nf4(part).is_some(),
+        }
+    }
+
+    /// Whether a parameter is held in MXFP4. It does not train then.
+    pub fn is_mxfp4(&self, id: ParamId) -> bool {
+        matches!(self.list[id.0].value, Place::Packed(_))
+    }
+
+    /// Sets weights that are held in MXFP4.
+    pub fn set_mxfp4(&mut self, id: ParamId, values: &Mxfp4<'_>) {
+        match &mut self.list[id.0] {
+            Parameter { value: Place::Packed(experts), .. } => experts.weight.set(values),
+            Parameter { name, .. } => unreachable!("{name} is not in MXFP4"),
+        }
+    }
+
+    /// The weights of experts as grouped products read them: [experts · out, in]. Those in MXFP4 are made anew, unless somebody holds them.
+    pub fn experts(&self, id: ParamId) -> Operand<'_> {
+        match &self.list[id.0].value {
+            Place::Packed(experts) => experts.held.get(|| {
+                let mut made = self.device.empty(MemoryCategory::Workspace, &self.list[id.0].shape);
+                mxfp4::dequantize(&self.device, &experts.weight, &mut made);
+                made
+            }),
+            Place::Own(_) | Place::Part(_) => Operand::Lasting(self.operand(id)),
+        }
+    }
+
+    /// Keeps what is made of experts in MXFP4 while the hold lives; for others it does nothing.
+    pub fn hold_experts(&self, id: ParamId) -> Hold<'_> {
+        match &self.list[id.0].value {
+            Place::Packed(experts) => experts.held.hold(),
+            Place::Own(_) | Place::Part(_) => Hold::nothing(),
         }
     }
 
@@ -188,7 +255,7 @@ impl Params {
         let Self { device, list, matrices } = self;
         match &list[id.0].value {
             Place::Part(part) => matrices[part.matrix.0].set_nf4(device, part, weight),
-            Place::Own(_) => unreachable!("{} is not in 4 bits", list[id.0].name),
+            Place::Own(_) | Place::Packed(_) => unreachable!("{} is not in NF4", list[id.0].name),
         }
     }
 
@@ -241,7 +308,7 @@ impl Params {
         let Parameter { value, working, name, .. } = &self.list[id.0];
         match working.as_ref().unwrap_or(value) {
             Place::Own(tensor) => tensor,
-            Place::Part(_) => unreachable!("{name} is part of a matrix"),
+            Place::Part(_) | Place::Packed(_) => unreachable!("{name} is no tensor of its own"),
         }
     }
 
@@ -253,6 +320,7 @@ impl Params {
                 Some(weight) => weight.to_vec(&self.device),
                 None => self.part(part).to_vec(),
             },
+            Place::Packed(_) => self.experts(id).view().to_vec(),
         }
     }
 
@@ -269,6 +337,7 @@ impl Params {
         let mut write = |place: &mut Place, values: &[f32]| match place {
             Place::Own(tensor) => tensor.set(values),
             Place::Part(part) => matrices[part.matrix.0].view_mut(part).set(values),
+            Place::Packed(_) => unreachable!("weights in MXFP4 take set_mxfp4"),
         };
         write(value, values);
         if let Some(working) = working {
@@ -286,6 +355,18 @@ impl Params {
         match value {
             Place::Own(tensor) => tensor.view_mut().set_bf16(bytes),
             Place::Part(part) => matrices[part.matrix.0].view_mut(part).set_bf16(bytes),
+            Place::Packed(_) => unreachable!("weights in MXFP4 take set_mxfp4"),
+        }
+    }
+
+    /// Replaces the values of one expert [out, in] of a parameter [experts, out, in] that does not train and is not packed.
+    pub fn set_expert(&mut self, id: ParamId, expert: usize, values: &[f32]) {
+        let Parameter { value, working, shape, name, .. } = &mut self.list[id.0];
+        debug_assert!(working.is_none(), "a working copy would stay behind");
+        let rows = shape[1];
+        match value {
+            Place::Own(tensor) => tensor.view_mut().row_range(expert * rows, rows).set(values),
+            Place::Part(_) | Place::Packed(_) => unreachable!("{name} has no experts to set"),
         }
     }
 
@@ -296,10 +377,11 @@ impl Params {
         let working = working.as_mut().map(|place| match place {
             Place::Own(tensor) => tensor.view_mut(),
             Place::Part(part) => matrices[part.matrix.0].view_mut(part),
+            Place::Packed(_) => unreachable!("a working copy is not packed"),
         });
         match value {
             Place::Own(value) => (value, working),
-            Place::Part(_) => unreachable!("{name} does not train"),
+            Place::Part(_) | Place::Packed(_) => unreachable!("{name} does not train"),
         }
     }
 
@@ -309,10 +391,11 @@ impl Params {
         let working = working.as_ref().map(|place| match place {
             Place::Own(tensor) => tensor.view(),
             Place::Part(part) => self.part(part),
+            Place::Packed(_) => unreachable!("a working copy is not packed"),
         });
         match value {
             Place::Own(value) => (value, working),
-            Place::Part(_) => unreachable!("{name} does not train"),
+            Place::Part(_) | Place::Packed(_) => unreachable!("{name} does not train"),
         }
     }
 

@@ -16,7 +16,7 @@
 //! The caller keeps x with z behind it, or z alone where x can be made again. Backward besides: `dW += dyᵀ·x`, `dB += dyᵀ·z`, `dA += dzᵀ·drop(x)`.
 //! With dropout the adapters' part of `dx` passes the mask by itself.
 
-use super::matrix::Hold;
+use super::held::Hold;
 use super::parameter::{Grads, MatrixId, ParamId, Part};
 use super::{Context, DropoutState};
 use crate::ops::dropout::DropoutKey;

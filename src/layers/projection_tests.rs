@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::formats::nf4::Nf4;
 use crate::formats::safetensors::Dtype;
 use crate::layers::DropoutState;
-use crate::layers::matrix::Operand;
+use crate::layers::held::Operand;
 use crate::layers::parameter::{Params, Part};
 use crate::ops::testing::{Values, assert_close, assert_gradient, cpu, dot};
 

@@ -3,12 +3,15 @@
 use std::cell::OnceCell;
 
 use crate::layers::attention::{Attention, AttentionSaved, Sequences};
-use crate::layers::matrix::Hold;
-use crate::layers::mlp::{Mlp, MlpSaved, Output};
+use crate::layers::feed_forward::{FeedForward, FeedForwardSaved};
+use crate::layers::held::Hold;
+use crate::layers::mlp::{Mlp, Output};
+use crate::layers::moe::Experts;
 use crate::layers::norm::RmsNorm;
-use crate::layers::parameter::Grads;
+use crate::layers::parameter::{Grads, ParamId};
 use crate::layers::projection::Projection;
 use crate::layers::{Context, Keep};
+use crate::tensor::clock::PhaseGuard;
 use crate::tensor::phase::{Pass, Phase};
 use crate::tensor::{Tensor, View, ViewMut};
 
@@ -20,7 +23,7 @@ pub const PROJECTIONS: [&[&str]; 4] = [
     &["mlp.down_proj"],
 ];
 
-/// A block of a dense transformer.
+/// A block of a transformer.
 #[derive(Debug, Clone)]
 pub struct Block {
     /// Number of the block, from 0.
@@ -31,8 +34,8 @@ pub struct Block {
     pub self_attn: Attention,
     /// Norm before the MLP.
     pub post_attention_layernorm: RmsNorm,
-    /// MLP.
-    pub mlp: Mlp,
+    /// MLP or experts.
+    pub mlp: FeedForward,
     /// Window of the attention; `None` is full.
     pub window: Option<usize>,
 }
@@ -75,7 +78,7 @@ pub enum Left {
 /// What the backward pass of the MLP begins with.
 #[derive(Debug)]
 enum SavedOrAgain {
-    Saved(Box<MlpSaved>),
+    Saved(Box<FeedForwardSaved>),
     /// The residual stream before it: the rest is computed again, tile by tile.
     Again(Keep),
 }
@@ -144,7 +147,7 @@ impl Block {
         let (attn, rstd, middle) = self.attend(ctx, sequences, x, None, wanted);
         let attn = keep.then_some(attn);
         let mut out = ctx.saved(x.shape());
-        let _phase = ctx.device.clock().enter(Phase::Mlp, Pass::Forward, Some(self.index));
+        let _phase = self.mlp_phase(ctx, Pass::Forward);
         if let Some(attn) = attn {
             let output = Output::Write { residual: middle.view(), y: out.view_mut() };
             let mlp = Box::new(self.mlp_forward(ctx, middle.view(), output, wanted).1);
@@ -152,9 +155,8 @@ impl Block {
             return (out, Left::Everything(Box::new(BlockSaved { attn, rstd, middle, middle_is_lent: false, mlp })));
         }
         let tiling = Tiling::new(x.rows(), mlp_rows);
-        let [gate_up, down] = [&self.mlp.gate_up_proj, &self.mlp.down_proj];
         // Made once for all tiles, where they are made of weights in 4 bits.
-        let _held = tiling.is_split().then(|| [gate_up.hold(ctx), down.hold(ctx)]);
+        let _held = tiling.is_split().then(|| [self.mlp.hold_first(ctx), self.mlp.hold_second(ctx)]);
         for (first, rows) in tiling.tiles() {
             let residual = middle.view().row_range(first, rows);
             let output = Output::Write { residual, y: out.view_mut().row_range(first, rows) };
@@ -189,15 +191,18 @@ impl Block {
         keep: Keep,
     ) -> (AttentionSaved, Option<Tensor>, Tensor) {
         let _phase = ctx.device.clock().enter(Phase::Attention, Pass::Forward, Some(self.index));
-        let Normed { h, rstd } = normed(ctx, &self.input_layernorm, &self.self_attn.qkv_proj, x.view());
+        let Normed { h, rstd } = normed(ctx, &self.input_layernorm, self.attention_input(ctx, x.rows()), x.view());
         let (attn, made) = self.self_attn.forward(ctx, sequences, h, middle.is_none().then_some(x), keep);
         let Some(middle) = made.or(middle) else { unreachable!("what was not there was made") };
         (attn, (keep == Keep::Inputs).then_some(rstd), middle)
     }
 
     /// The MLP's part over the rows of `middle` [rows, hidden].
-    fn mlp_forward(&self, ctx: &Context<'_>, middle: View<'_>, output: Output<'_>, keep: Keep) -> (Normed, MlpSaved) {
-        let mut input = normed(ctx, &self.post_attention_layernorm, &self.mlp.gate_up_proj, middle);
+    fn mlp_forward(&self, ctx: &Context<'_>, middle: View<'_>, output: Output<'_>, keep: Keep) -> (Normed, FeedForwardSaved) {
+        let mut input = {
+            let _phase = self.norm_phase(ctx, Pass::Forward);
+            normed(ctx, &self.post_attention_layernorm, self.mlp.input_shape(ctx, middle.rows()), middle)
+        };
         let saved = self.mlp.forward(ctx, &mut input.h, output, keep);
         (input, saved)
     }
@@ -211,7 +216,7 @@ impl Block {
     /// Columns that the gradient of the residual stream needs: those of the hidden size, and room for adapters of what reads it.
     pub fn gradient_columns(&self, ctx: &Context<'_>) -> usize {
         let columns = |projection: &Projection| projection.output_shape(ctx.device, 0)[1];
-        columns(&self.self_attn.o_proj).max(columns(&self.mlp.down_proj))
+        columns(&self.self_attn.o_proj).max(self.mlp.gradient_columns(ctx))
     }
 
     /// Backward of [`Block::forward`]: turns the gradient of the output into that of `x`, in the first columns of `dx`
@@ -241,8 +246,8 @@ impl Block {
             SavedOrAgain::Again(keep) => {
                 let tiling = Tiling::new(x.rows(), mlp_rows);
                 // Gate and up are read in both passes of every tile, down in the backward pass alone.
-                let _gate_up = self.mlp.gate_up_proj.hold(ctx);
-                let _down = tiling.is_split().then(|| self.mlp.down_proj.hold(ctx));
+                let _gate_up = self.mlp.hold_first(ctx);
+                let _down = tiling.is_split().then(|| self.mlp.hold_second(ctx));
                 // The normed input of a tile is little.
                 let keep = if tiling.is_split() { Keep::Inputs } else { keep };
                 for (first, rows) in tiling.tiles() {
@@ -263,7 +268,7 @@ impl Block {
         let norm = &self.input_layernorm;
         let made_again = OnceCell::new();
         let h = || {
-            let Normed { h, rstd } = normed(ctx, norm, &self.self_attn.qkv_proj, x.view());
+            let Normed { h, rstd } = normed(ctx, norm, self.attention_input(ctx, x.rows()), x.view());
             made_again.get_or_init(|| rstd);
             h
         };
@@ -283,34 +288,67 @@ impl Block {
         grads: &mut Grads,
         middle: View<'_>,
         input: Option<Normed>,
-        saved: MlpSaved,
+        saved: FeedForwardSaved,
         mut dx: ViewMut<'_>,
     ) {
-        let _phase = ctx.device.clock().enter(Phase::Mlp, Pass::Backward, Some(self.index));
+        let _phase = self.mlp_phase(ctx, Pass::Backward);
         let norm = &self.post_attention_layernorm;
         let kept = input.map_or_else(OnceCell::new, OnceCell::from);
-        let input = || kept.get_or_init(|| normed(ctx, norm, &self.mlp.gate_up_proj, middle));
+        let input = || kept.get_or_init(|| normed(ctx, norm, self.mlp.input_shape(ctx, middle.rows()), middle));
         let dh = self.mlp.backward(ctx, grads, saved, &|| &input().h, dx.reborrow());
+        let _phase = self.norm_phase(ctx, Pass::Backward);
         norm.backward(ctx, grads, middle, &input().rstd, &dh, true, dx.columns(0, middle.cols()));
     }
 
-    /// The block's projections in the order of [`PROJECTIONS`].
-    pub fn projections(&self) -> [&Projection; PROJECTIONS.len()] {
-        let (Attention { qkv_proj, o_proj, .. }, Mlp { gate_up_proj, down_proj }) = (&self.self_attn, &self.mlp);
-        [qkv_proj, o_proj, gate_up_proj, down_proj]
+    /// The block's projections in the order of [`PROJECTIONS`], with the names of their linear layers; experts are none.
+    pub fn projections(&self) -> impl Iterator<Item = (&'static [&'static str], &Projection)> {
+        let attention = [&self.self_attn.qkv_proj, &self.self_attn.o_proj];
+        PROJECTIONS.into_iter().zip(attention.into_iter().chain(self.mlp.projections()))
     }
 
     /// As [`Self::projections`], to change.
-    pub fn projections_mut(&mut self) -> [&mut Projection; PROJECTIONS.len()] {
-        let (Attention { qkv_proj, o_proj, .. }, Mlp { gate_up_proj, down_proj }) =
-            (&mut self.self_attn, &mut self.mlp);
-        [qkv_proj, o_proj, gate_up_proj, down_proj]
+    pub fn projections_mut(&mut self) -> impl Iterator<Item = (&'static [&'static str], &mut Projection)> {
+        let Attention { qkv_proj, o_proj, .. } = &mut self.self_attn;
+        let mlp = match &mut self.mlp {
+            FeedForward::Mlp(Mlp { gate_up_proj, down_proj }) => vec![gate_up_proj, down_proj],
+            FeedForward::Moe(_) => Vec::new(),
+        };
+        PROJECTIONS.into_iter().zip([qkv_proj, o_proj].into_iter().chain(mlp))
+    }
+
+    /// The linear layers of all experts, where it has some: gate and up, and down.
+    pub fn experts(&self) -> Option<[&Experts; 2]> {
+        match &self.mlp {
+            FeedForward::Mlp(_) => None,
+            FeedForward::Moe(moe) => Some([&moe.gate_up, &moe.down]),
+        }
+    }
+
+    /// The adapter matrices on it.
+    pub fn adapters(&self) -> impl Iterator<Item = [ParamId; 2]> {
+        let dense = self.projections().flat_map(|(_, projection)| &projection.linears).filter_map(|linear| linear.lora);
+        let experts = self.experts().into_iter().flatten().filter_map(|experts| experts.lora);
+        dense.map(|lora| [lora.a, lora.b]).chain(experts.map(|lora| [lora.a, lora.b]))
+    }
+
+    /// Times the second half of the block; experts time their parts themselves.
+    fn mlp_phase<'a>(&self, ctx: &Context<'a>, pass: Pass) -> Option<PhaseGuard<'a>> {
+        matches!(self.mlp, FeedForward::Mlp(_)).then(|| self.norm_phase(ctx, pass))
+    }
+
+    /// Times its norm.
+    fn norm_phase<'a>(&self, ctx: &Context<'a>, pass: Pass) -> PhaseGuard<'a> {
+        ctx.device.clock().enter(self.mlp.phase(), pass, Some(self.index))
+    }
+
+    fn attention_input(&self, ctx: &Context<'_>, rows: usize) -> [usize; 2] {
+        self.self_attn.qkv_proj.input_shape(ctx.device, rows)
     }
 }
 
-/// The input of a projection: `x` [T, hidden] normalized, with room for the projection's adapters.
-fn normed(ctx: &Context<'_>, norm: &RmsNorm, projection: &Projection, x: View<'_>) -> Normed {
-    let mut h = ctx.scratch(&projection.input_shape(ctx.device, x.rows()));
+/// `x` [T, hidden] normalized, in room of that shape: what reads it may need columns for its adapters.
+fn normed(ctx: &Context<'_>, norm: &RmsNorm, shape: [usize; 2], x: View<'_>) -> Normed {
+    let mut h = ctx.scratch(&shape);
     let rstd = norm.forward(ctx, x, h.first_columns_mut(x.cols()));
     Normed { h, rstd }
 }

@@ -60,7 +60,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    fn string(&self, key: &str) -> Result<Option<&'a str>> {
+    pub(super) fn string(&self, key: &str) -> Result<Option<&'a str>> {
         match self.get(key) {
             None => Ok(None),
             Some(Value::String(s)) => Ok(Some(s)),
@@ -68,7 +68,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    fn object(&self, key: &str) -> Result<Option<Fields<'a>>> {
+    pub(super) fn object(&self, key: &str) -> Result<Option<Fields<'a>>> {
         match self.get(key) {
             None => Ok(None),
             Some(Value::Object(o)) if o.is_empty() => Ok(None),

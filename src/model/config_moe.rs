@@ -5,6 +5,7 @@ use anyhow::{bail, ensure};
 use super::config::Architecture;
 use super::config_hf::Fields;
 use crate::base::error::Result;
+use crate::ops::expert_activation::{self, ExpertActivation};
 
 /// How an expert makes one value of its gate and up values.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -41,11 +42,24 @@ pub struct MoeConfig {
     pub interleaved: bool,
     /// Weight of the auxiliary loss that balances experts; `None` where the model trains without it (`output_router_logits` is off).
     pub router_aux_loss_coef: Option<f64>,
+    /// Whether the file has the weights of experts in MXFP4: they stay so unless they are to be dequantized once.
+    pub mxfp4: bool,
     /// One entry a block: whether it has experts (else it has one MLP of the model's `intermediate_size`).
     pub layers: Vec<bool>,
 }
 
 impl MoeConfig {
+    /// What lies between the projections of an expert.
+    pub(super) fn activation(&self) -> ExpertActivation {
+        let kind = match self.gating {
+            Gating::Silu => expert_activation::Gating::Silu,
+            Gating::Clamped { alpha, limit } => {
+                expert_activation::Gating::Clamped { alpha: alpha as f32, limit: limit as f32 }
+            }
+        };
+        ExpertActivation { kind, interleaved: self.interleaved }
+    }
+
     /// Names (without `model.layers.N.`) and shapes of the weights that a sparse block has instead of an MLP's.
     pub(super) fn tensors(&self, family: Architecture, hidden_size: usize) -> Vec<(String, Vec<usize>)> {
         let (e, i, h) = (self.num_experts, self.moe_intermediate_size, hidden_size);
@@ -151,6 +165,10 @@ pub(super) fn from_hf(f: &Fields<'_>, family: Architecture, num_hidden_layers: u
         },
         interleaved: is_gpt_oss,
         router_aux_loss_coef: f.bool("output_router_logits")?.then_some(aux_loss),
+        mxfp4: match f.object("quantization_config")? {
+            Some(q) => q.string("quant_method")? == Some("mxfp4"),
+            None => false,
+        },
         layers,
     }))
 }

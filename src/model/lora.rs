@@ -2,12 +2,14 @@
 
 use anyhow::{bail, ensure};
 
-use super::block::PROJECTIONS;
+use super::block::Block;
 use super::skeleton::adapter_columns;
 use super::transformer::Transformer;
 use crate::base::error::Result;
 use crate::base::rng::Philox;
-use crate::formats::peft::expand_targets;
+use crate::formats::peft::{expand_targets, expert_targets};
+use crate::layers::feed_forward::FeedForward;
+use crate::layers::moe::ExpertsLora;
 use crate::layers::parameter::{ParamId, Parameter, Part};
 use crate::layers::projection::Lora;
 use crate::tensor::MemoryCategory;
@@ -25,8 +27,10 @@ pub struct LoraSpec {
     pub scale: f64,
     /// Probability of dropping an input.
     pub dropout: f64,
-    /// Projections, by name; `all-linear` alone means all seven.
+    /// Projections, by name; `all-linear` alone means all of a block, but for those of routed experts.
     pub target_modules: Vec<String>,
+    /// Weights of routed experts, by name: `mlp.experts.gate_up_proj`, `mlp.experts.down_proj`.
+    pub target_parameters: Vec<String>,
     /// Blocks; empty means all.
     pub layers_to_transform: Vec<usize>,
 }
@@ -39,13 +43,24 @@ impl LoraSpec {
 
     /// Rank of the adapter that module `module` of block `layer` gets; 0 for none, or when [`Transformer::add_lora`] will refuse the targets.
     pub(super) fn rank_of(&self, layer: usize, module: &str) -> usize {
-        let targets = expand_targets(&self.target_modules).unwrap_or_default();
+        let targets = self.targets().unwrap_or_default();
         if self.wants(&targets, layer, module) { self.r } else { 0 }
     }
 
     fn wants<T: AsRef<str>>(&self, targets: &[T], layer: usize, module: &str) -> bool {
-        (self.layers_to_transform.is_empty() || self.layers_to_transform.contains(&layer))
-            && targets.iter().any(|target| module.ends_with(target.as_ref()))
+        self.has_layer(layer) && targets.iter().any(|target| module.ends_with(target.as_ref()))
+    }
+
+    fn has_layer(&self, layer: usize) -> bool {
+        self.layers_to_transform.is_empty() || self.layers_to_transform.contains(&layer)
+    }
+
+    /// The linear layers that [`Self::target_modules`] means: none where only experts get adapters.
+    fn targets(&self) -> Result<Vec<&'static str>> {
+        if self.target_modules.is_empty() && !self.target_parameters.is_empty() {
+            return Ok(Vec::new());
+        }
+        expand_targets(&self.target_modules)
     }
 }
 
@@ -55,7 +70,12 @@ impl Transformer {
     /// # Errors
     /// When `spec` names a projection or a block that the model does not have, or the model has adapters already.
     pub fn add_lora(&mut self, spec: &LoraSpec, seed: u64) -> Result<()> {
-        let targets = expand_targets(&spec.target_modules)?;
+        let targets = spec.targets()?;
+        let on_experts = expert_targets(&spec.target_parameters)?;
+        if on_experts.contains(&true) {
+            ensure!(self.config.moe.is_some(), "target_parameters names weights of experts, which this model does not have");
+            ensure!(spec.dropout == 0.0, "lora_dropout must be 0 where target_parameters names weights of experts, as in PEFT");
+        }
         let num_layers = self.config.num_hidden_layers;
         if let Some(layer) = spec.layers_to_transform.iter().find(|&&layer| layer >= num_layers) {
             bail!("layers_to_transform names block {layer}; this model has blocks 0 to {}", num_layers - 1);
@@ -67,7 +87,7 @@ impl Transformer {
         let mut index = 0;
         for block in blocks {
             let number = block.index as usize;
-            for (modules, projection) in PROJECTIONS.into_iter().zip(block.projections_mut()) {
+            for (modules, projection) in block.projections_mut() {
                 let wanted = |module: &str| spec.wants(&targets, number, module);
                 let count = modules.iter().filter(|module| wanted(module)).count();
                 let columns = adapter_columns(device, spec.r);
@@ -91,8 +111,27 @@ impl Transformer {
                     index += 1;
                 }
             }
+            let FeedForward::Moe(moe) = &mut block.mlp else { continue };
+            let num_experts = moe.num_experts;
+            // PEFT wraps the module once for each parameter: the inner one is called `base_layer`.
+            let names = if on_experts == [true, true] { [".base_layer", ""] } else { ["", ""] };
+            let layers = [&mut moe.gate_up, &mut moe.down].into_iter().zip(names).zip(on_experts);
+            for ((experts, name), _) in layers.filter(|(_, wanted)| *wanted && spec.has_layer(number)) {
+                let name = format!("model.layers.{number}.mlp.experts{name}");
+                let (r, inner, outer) = (spec.r, experts.in_features, num_experts * experts.out_features);
+                let bound = 1.0 / (inner as f64).sqrt();
+                let generator = Philox::new(seed, INIT_STREAM + u64::from(index));
+                let a = || uniform(generator, num_experts * r * inner, bound);
+                let a = params.push_own_adapter(&format!("{name}.lora_A"), &[num_experts * r, inner], a);
+                let b = params.push_own_adapter(&format!("{name}.lora_B"), &[outer, r], || vec![0.0; outer * r]);
+                experts.lora = Some(ExpertsLora { a, b, r, scale: spec.scale as f32 });
+                index += 1;
+            }
         }
-        ensure!(index > 0, "no projection gets an adapter: check target_modules and layers_to_transform");
+        ensure!(
+            index > 0,
+            "no projection gets an adapter: check target_modules, target_parameters and layers_to_transform"
+        );
         Ok(())
     }
 
@@ -112,12 +151,15 @@ impl Transformer {
                     "the adapter has {name}, which this run's method does not: match r, target_modules and layers_to_transform to it"
                 );
             };
-            let own_shape = &self.params.get(id).shape;
+            let own_shape = self.adapter_shape(id);
             ensure!(
                 own_shape == shape,
                 "{name} has shape {shape:?} in the adapter and {own_shape:?} in this run: set method.r to the adapter's"
             );
-            self.params.set(id, data);
+            match self.experts_of_b(id) {
+                Some(experts) => self.params.set(id, &experts_first(data, experts, shape[0])),
+                None => self.params.set(id, data),
+            }
             missing.remove(&name);
         }
         if let Some(name) = missing.first() {
@@ -127,6 +169,30 @@ impl Transformer {
             );
         }
         Ok(())
+    }
+
+    /// Shape of an adapter matrix as PEFT stores it: `lora_B` of experts is [out, r·E], the expert fastest.
+    pub fn adapter_shape(&self, id: ParamId) -> Vec<usize> {
+        let shape = &self.params.get(id).shape;
+        match self.experts_of_b(id) {
+            Some(experts) => vec![shape[0] / experts, shape[1] * experts],
+            None => shape.clone(),
+        }
+    }
+
+    /// Values in the order of [`Self::adapter_shape`], from those in the order of the parameter: of an adapter matrix, or of its gradient.
+    pub fn adapter_layout(&self, id: ParamId, values: Vec<f32>) -> Vec<f32> {
+        match self.experts_of_b(id) {
+            Some(experts) => experts_last(&values, experts, self.params.get(id).shape[0] / experts),
+            None => values,
+        }
+    }
+
+    /// Number of experts, where the parameter is the `lora_B` of experts.
+    fn experts_of_b(&self, id: ParamId) -> Option<usize> {
+        let experts = self.config.moe.as_ref()?.num_experts;
+        let mut adapters = self.blocks.iter().filter_map(Block::experts).flatten().filter_map(|experts| experts.lora);
+        adapters.any(|lora| lora.b == id).then_some(experts)
     }
 
     /// The adapter matrices with their ids, in order.
@@ -139,8 +205,37 @@ fn is_adapter(parameter: &Parameter) -> bool {
     parameter.category == MemoryCategory::Adapters
 }
 
+/// [E, out, r] → [out, r, E].
+fn experts_last(values: &[f32], experts: usize, out: usize) -> Vec<f32> {
+    let r = values.len() / (experts * out);
+    let at = |i: usize| values[i % experts * out * r + i / experts];
+    (0..values.len()).map(at).collect()
+}
+
+/// [out, r, E] → [E, out, r].
+fn experts_first(values: &[f32], experts: usize, out: usize) -> Vec<f32> {
+    let r = values.len() / (experts * out);
+    let at = |i: usize| values[i % (out * r) * experts + i / (out * r)];
+    (0..values.len()).map(at).collect()
+}
+
 /// `len` values uniform in [−bound, bound).
 fn uniform(generator: Philox, len: usize, bound: f64) -> Vec<f32> {
     let values = (0..len.div_ceil(4) as u64).flat_map(|block| generator.block(block));
     values.map(|bits| ((f64::from(bits) / 4_294_967_296.0 * 2.0 - 1.0) * bound) as f32).take(len).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_order_of_experts_turns_there_and_back() {
+        // Two experts, three outputs, rank 2: value = 100·expert + 10·out + r.
+        let own: Vec<f32> =
+            (0..12).map(|i| (i / 6 * 100 + i % 6 / 2 * 10 + i % 2) as f32).collect();
+        let peft = experts_last(&own, 2, 3);
+        assert_eq!(peft, [0., 100., 1., 101., 10., 110., 11., 111., 20., 120., 21., 121.]);
+        assert_eq!(experts_first(&peft, 2, 3), own);
+    }
 }

@@ -15,7 +15,7 @@ use anyhow::Context as _;
 use super::batch::DeviceBatch;
 use super::block::Block;
 use super::metadata::SequenceMetadata;
-use super::policy::{Activations, AttentionPath, OffloadPolicy};
+use super::policy::{Activations, AttentionPath, OffloadPolicy, Routing};
 use super::transformer::{BlockRun, PassOptions, Transformer};
 use crate::base::error::Result;
 use crate::layers::parameter::Grads;
@@ -161,6 +161,10 @@ impl Transformer {
             recordings.give_up("with lora_dropout above 0 every step drops other inputs".into());
         } else if !self.metadata_cache().holds_all() {
             recordings.give_up("layers build what they know of the documents anew, for which the host must act".into());
+        } else if self.routing().is_some_and(|routing| routing != Routing::Grouped) {
+            recordings.give_up("the host reads how many tokens each expert gets".into());
+        } else if self.choices().is_some() {
+            recordings.give_up("choices of experts are noted or given".into());
         } else if offloads && self.offload().needs_thread() {
             recordings.give_up("a thread carries activations, as not all could be page-locked".into());
         }
@@ -279,8 +283,8 @@ impl Transformer {
 
     /// Whether an adapter drops inputs in training.
     pub fn drops(&self) -> bool {
-        let projections = self.blocks.iter().flat_map(|block| block.projections());
-        let mut adapters = projections.flat_map(|projection| &projection.linears).filter_map(|linear| linear.lora);
+        let projections = self.blocks.iter().flat_map(Block::projections);
+        let mut adapters = projections.flat_map(|(_, projection)| &projection.linears).filter_map(|linear| linear.lora);
         adapters.any(|lora| lora.dropout > 0.0)
     }
 }

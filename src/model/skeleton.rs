@@ -5,17 +5,20 @@ use std::collections::HashMap;
 use anyhow::{Context as _, ensure};
 
 use super::block::{Block, PROJECTIONS};
-use super::config::ModelConfig;
-use super::policy::Placement;
+use super::config::{ModelConfig, MoeConfig};
+use super::policy::{Dequantized, Placement};
 use crate::base::error::Result;
 use crate::layers::attention::{Attention, QkNorms};
 use crate::layers::embedding::Embedding;
+use crate::layers::feed_forward::FeedForward;
 use crate::layers::head::Head;
 use crate::layers::mlp::Mlp;
+use crate::layers::moe::{Experts, Moe, Router};
 use crate::layers::norm::RmsNorm;
 use crate::layers::parameter::{MatrixId, ParamId, Params, Part};
 use crate::layers::projection::{Linear, Projection};
 use crate::ops::attention::AttentionShape;
+use crate::ops::routing::RouterWeights;
 use crate::tensor::{Device, MemoryCategory};
 
 /// The table of token embeddings.
@@ -35,20 +38,23 @@ pub(super) struct Skeleton {
 
 /// Makes the parameters of `config.expected_tensors()`, in that order, and the layers. `rank(layer, module)` is the rank of the adapter that a
 /// projection will get, so that its matrix has room for it from the start; without room it grows when the adapter comes. With `nf4`, the linear layers of
-/// blocks are in NF4, their scales in 8 bits where it says so. The embedding's table lies where `embedding` says, if it can.
+/// blocks are in NF4, their scales in 8 bits where it says so. Experts that the
+/// file has in MXFP4 stay so unless they are to be dequantized once. The embedding's table lies where `embedding` says, if it can.
 pub(super) fn skeleton(
     config: &ModelConfig,
     device: &Device,
     rank: &dyn Fn(usize, &str) -> usize,
     nf4: Option<bool>,
+    dequantized: Dequantized,
     embedding: Placement,
 ) -> Result<Skeleton> {
     check_widths(config, device)?;
+    let in_mxfp4 = dequantized == Dequantized::Scratch && config.moe.as_ref().is_some_and(|moe| moe.mxfp4);
     let mut params = Params::new(device);
     let mut parts = HashMap::new();
     let mut matrices = Vec::new();
     for layer in 0..config.num_hidden_layers {
-        for (modules, sizes) in PROJECTIONS.into_iter().zip(sizes(config)) {
+        for (modules, sizes) in PROJECTIONS.into_iter().zip(sizes(config)).take(num_projections(config, layer)) {
             let columns: usize = modules.iter().map(|module| adapter_columns(device, rank(layer, module))).sum();
             let out_features: usize = sizes.outputs.iter().sum();
             let matrix = match nf4 {
@@ -68,6 +74,12 @@ pub(super) fn skeleton(
     for (name, shape) in config.expected_tensors() {
         if let Some(part) = parts.get(&name) {
             params.push_part(&name, *part);
+            continue;
+        }
+        if let [experts, out, inner] = shape[..]
+            && in_mxfp4
+        {
+            params.push_mxfp4(&name, [experts, out, inner]);
             continue;
         }
         if name.ends_with(".self_attn.sinks") {
@@ -90,8 +102,16 @@ pub(super) fn skeleton(
     let embed_tokens = Embedding { weight: names.id(EMBEDDING)? };
     let weight = if config.tie_word_embeddings { embed_tokens.weight } else { names.id("lm_head.weight")? };
     let head = Head { norm: names.norm("model.norm", config, config.hidden_size)?, weight };
-    let of_block = matrices.chunks_exact(PROJECTIONS.len()).enumerate();
-    let blocks = of_block.map(|(layer, matrices)| names.block(config, layer, matrices)).collect::<Result<Vec<_>>>()?;
+    let mut matrices = matrices.as_slice();
+    let mut blocks = Vec::new();
+    let mut layers_with_experts = 0;
+    for layer in 0..config.num_hidden_layers {
+        let (of_block, others) = matrices.split_at(num_projections(config, layer));
+        let block = names.block(config, layer, of_block, layers_with_experts)?;
+        layers_with_experts += usize::from(block.experts().is_some());
+        blocks.push(block);
+        matrices = others;
+    }
     Ok(Skeleton { params, embed_tokens, blocks, head, embedding_refused })
 }
 
@@ -114,6 +134,11 @@ fn check_widths(config: &ModelConfig, device: &Device) -> Result<()> {
         );
     }
     Ok(())
+}
+
+/// How many of [`PROJECTIONS`] a block has: those of attention alone where it has experts.
+fn num_projections(config: &ModelConfig, layer: usize) -> usize {
+    if config.experts(layer).is_some() { 2 } else { PROJECTIONS.len() }
 }
 
 /// Columns that an adapter of that rank takes in a matrix.
@@ -162,15 +187,50 @@ impl Names {
         Ok(Projection { linears, matrix, in_features: sizes.input, out_features: first, adapter_columns: 0 })
     }
 
-    fn block(&self, config: &ModelConfig, index: usize, matrices: &[MatrixId]) -> Result<Block> {
+    fn moe(&self, config: &ModelConfig, moe: &MoeConfig, number: usize, index: usize) -> Result<Moe> {
+        let (hidden, inner) = (config.hidden_size, moe.moe_intermediate_size);
+        let block = format!("model.layers.{number}");
+        // The configuration said which tensors there are.
+        let bias = |name: &str| self.0.get(&format!("{block}.mlp.{name}")).copied();
+        let experts = |name: &str, in_features, out_features| {
+            Ok::<_, anyhow::Error>(Experts {
+                weight: self.id(&format!("{block}.mlp.experts.{name}"))?,
+                bias: bias(&format!("experts.{name}_bias")),
+                lora: None,
+                in_features,
+                out_features,
+            })
+        };
+        let router = if moe.router_bias { "router" } else { "gate" };
+        Ok(Moe {
+            block: number as u32,
+            index,
+            router: Router {
+                weight: self.id(&format!("{block}.mlp.{router}.weight"))?,
+                bias: bias(&format!("{router}.bias")),
+                weights: if moe.norm_topk_prob { RouterWeights::Chosen } else { RouterWeights::All },
+            },
+            gate_up: experts("gate_up_proj", hidden, 2 * inner)?,
+            down: experts("down_proj", inner, hidden)?,
+            activation: moe.activation(),
+            num_experts: moe.num_experts,
+            top_k: moe.num_experts_per_tok,
+        })
+    }
+
+    fn block(&self, config: &ModelConfig, index: usize, matrices: &[MatrixId], with_experts: usize) -> Result<Block> {
         let name = format!("model.layers.{index}");
         let attn = format!("{name}.self_attn");
         let all_sizes = sizes(config);
         let made = PROJECTIONS.iter().zip(&all_sizes).zip(matrices);
         let made = made.map(|((modules, sizes), &matrix)| self.projection(&name, modules, sizes, matrix));
-        let made: Vec<Projection> = made.collect::<Result<_>>()?;
-        let [qkv_proj, o_proj, gate_up_proj, down_proj] =
-            made.try_into().ok().context("a block has four projections")?;
+        let mut made = made.collect::<Result<Vec<Projection>>>()?.into_iter();
+        let mut next = || made.next().context("a block lacks a projection");
+        let (qkv_proj, o_proj) = (next()?, next()?);
+        let mlp = match config.experts(index) {
+            Some(moe) => FeedForward::Moe(self.moe(config, moe, index, with_experts)?),
+            None => FeedForward::Mlp(Mlp { gate_up_proj: next()?, down_proj: next()? }),
+        };
         let head_norm = |module: &str| self.norm(&format!("{attn}.{module}"), config, config.head_dim);
         let qk_norm = || Ok::<_, anyhow::Error>(QkNorms { q_norm: head_norm("q_norm")?, k_norm: head_norm("k_norm")? });
         Ok(Block {
@@ -193,7 +253,7 @@ impl Names {
                 config,
                 config.hidden_size,
             )?,
-            mlp: Mlp { gate_up_proj, down_proj },
+            mlp,
             window: config.sliding_window[index],
         })
     }

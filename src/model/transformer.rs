@@ -17,6 +17,7 @@ use super::skeleton::{Skeleton, TIED, skeleton};
 use crate::base::error::Result;
 use crate::layers::embedding::Embedding;
 use crate::layers::head::{Head, Supervised};
+use crate::layers::moe::{Choices, MoeRun, Routing};
 use crate::layers::parameter::{Grads, ParamId, Params};
 use crate::layers::{Context, DropoutState, Keep};
 use crate::ops::cross_entropy::LossSum;
@@ -27,7 +28,7 @@ use crate::tensor::{Device, MemoryCategory, Tensor};
 /// Rows of the embedding's table that are moved at once.
 const ROWS_MOVED: usize = 4096;
 
-/// A dense decoder-only transformer on one device.
+/// A decoder-only transformer on one device.
 #[derive(Debug)]
 pub struct Transformer {
     pub(super) device: Device,
@@ -42,6 +43,10 @@ pub struct Transformer {
     mlp_rows: usize,
     keeps_middle: bool,
     metadata: MetadataCache,
+    routing: Routing,
+    /// How often experts were chosen since that was cleared: f32 [layers with experts, E].
+    expert_counts: Option<Mutex<Tensor>>,
+    choices: Option<Choices>,
     pub(super) offload: Mutex<Offload>,
     inv_freq: Vec<f32>,
     /// Factor on cosines and sines.
@@ -59,6 +64,8 @@ pub struct Form<'a> {
     pub weights: WeightFormat,
     /// Where the embedding's table lies, if nothing stands against it.
     pub embedding: Placement,
+    /// Where experts that the file has in MXFP4 are dequantized to.
+    pub experts: Dequantized,
 }
 
 /// What a training pass over one micro-batch needs besides the batch.
@@ -122,7 +129,7 @@ impl Transformer {
             WeightFormat::Nf4 { dequantized: Dequantized::Resident, .. } | WeightFormat::Plain => None,
         };
         let Skeleton { params, embed_tokens, blocks, head, embedding_refused } =
-            skeleton(config, device, &rank, packed, form.embedding)?;
+            skeleton(config, device, &rank, packed, form.experts, form.embedding)?;
         Ok(Self {
             device: device.clone(),
             config: config.clone(),
@@ -135,6 +142,12 @@ impl Transformer {
             mlp_rows: 0,
             keeps_middle: false,
             metadata: MetadataCache::new(MetadataPolicy::default(), config.windows().len()),
+            routing: Routing::default(),
+            expert_counts: config.moe.as_ref().map(|moe| {
+                let layers = moe.layers.iter().filter(|has_experts| **has_experts).count();
+                Mutex::new(device.zeros_f32(MemoryCategory::Metadata, &[layers, moe.num_experts]))
+            }),
+            choices: None,
             offload: Mutex::default(),
             inv_freq: rotary::inv_freq(config),
             rope_factor: rotary::attention_factor(config),
@@ -243,6 +256,31 @@ impl Transformer {
     /// What [`Self::set_mlp_rows`] set.
     pub(super) fn mlp_rows(&self) -> usize {
         self.mlp_rows
+    }
+
+    /// Sets how rows get to their experts, in every pass from now on. No result changes but by the order of sums in products.
+    pub fn set_routing(&mut self, routing: Routing) {
+        self.routing = routing;
+    }
+
+    /// How rows get to their experts; `None` in a model without any.
+    pub fn routing(&self) -> Option<Routing> {
+        self.config.moe.as_ref().map(|_| self.routing)
+    }
+
+    /// Notes which experts are chosen in forward passes from now on, or takes those that are given. With `None` neither.
+    pub fn set_choices(&mut self, choices: Option<Choices>) {
+        self.choices = choices;
+    }
+
+    /// What [`Self::set_choices`] set.
+    pub fn choices(&self) -> Option<&Choices> {
+        self.choices.as_ref()
+    }
+
+    /// How often experts were chosen since that was cleared: f32 [layers with experts, E].
+    pub(crate) fn expert_counts(&self) -> Option<&Mutex<Tensor>> {
+        self.expert_counts.as_ref()
     }
 
     /// Sets where layers get what they know of the documents, in every pass from now on. A new model keeps it in a cache.
@@ -515,7 +553,9 @@ impl Transformer {
     }
 
     pub(super) fn context(&self, dropout: Option<DropoutState>) -> Context<'_> {
-        Context::new(&self.device, &self.params, dropout)
+        let (counts, choices) = (self.expert_counts.as_ref(), self.choices.as_ref());
+        let moe = MoeRun { routing: self.routing, counts, choices };
+        Context { moe, ..Context::new(&self.device, &self.params, dropout) }
     }
 
     /// Builds what layers need to know about the documents of `batch`, where that is kept: before a pass, whose memory is given back when it is done.
@@ -562,9 +602,7 @@ impl Transformer {
             return 0;
         }
         let trains = |block: &Block| {
-            let adapters = block.projections().into_iter().flat_map(|projection| &projection.linears);
-            let mut adapters = adapters.filter_map(|linear| linear.lora);
-            adapters.any(|lora| self.params.is_trainable(lora.a) || self.params.is_trainable(lora.b))
+            block.adapters().flatten().any(|id| self.params.is_trainable(id))
                 || self.params.is_trainable(block.input_layernorm.weight)
         };
         self.blocks.iter().position(trains).unwrap_or(self.blocks.len())

@@ -13,6 +13,7 @@ use super::loading::Checkpoint;
 use super::transformer::{Form, Transformer};
 use crate::base::error::Result;
 use crate::base::rng::{Philox, unit_f32};
+use crate::formats::mxfp4::Mxfp4;
 use crate::formats::nf4::Nf4;
 use crate::formats::safetensors::Dtype;
 use crate::layers::parameter::ParamId;
@@ -47,6 +48,16 @@ impl Transformer {
             if stop.load(Ordering::Relaxed) {
                 return Ok(None);
             }
+            let len = model.params.get(id).len();
+            if let [experts, ..] = *model.params.get(id).shape
+                && model.params.get(id).shape.len() == 3
+            {
+                model.load_experts(checkpoint, id, &name, experts)?;
+                done_bytes += 4 * len as u64;
+                device.check().with_context(|| format!("loading {name}"))?;
+                progress(done_bytes, total_bytes);
+                continue;
+            }
             let quantize = form.weights.double_quant().filter(|_| linear.contains(&id));
             // What is quantized in the file is not quantized a second time.
             let stored = quantize.map(|_| checkpoint.tensor_nf4(&name)).transpose()?.flatten();
@@ -63,7 +74,7 @@ impl Transformer {
                 device.precision().round_slice(&mut data);
                 model.set_weight(id, data, quantize)?;
             }
-            done_bytes += 4 * model.params.get(id).len() as u64;
+            done_bytes += 4 * len as u64;
             device.check().with_context(|| format!("loading {name}"))?;
             progress(done_bytes, total_bytes);
         }
@@ -82,10 +93,16 @@ impl Transformer {
         }
         let (linear, precision) = (model.linear_weights(), device.precision());
         for (number, (id, name)) in model.names().into_iter().enumerate() {
-            let (len, is_vector) = (model.params.get(id).len(), model.params.get(id).shape.len() == 1);
+            let parameter = model.params.get(id);
+            let len = parameter.len();
+            let is_vector = parameter.shape.len() == 1 || name.ends_with("_bias");
             let quantize = form.weights.double_quant().filter(|_| linear.contains(&id));
             if is_vector {
                 model.params.set(id, &vec![if name.ends_with("norm.weight") { 1.0 } else { 0.0 }; len]);
+            } else if model.params.is_mxfp4(id) {
+                let (blocks, scales) = random_mxfp4(Philox::new(seed, number as u64), len);
+                let shape = model.params.get(id).shape.clone();
+                model.params.set_mxfp4(id, &Mxfp4::new(&shape, blocks, scales)?);
             } else if quantize.is_none() && precision == Precision::Bf16 {
                 let mut bytes = vec![0; 2 * len];
                 random_values(Philox::new(seed, number as u64), &mut bytes, 8, |pair: &mut [u8], x| {
@@ -104,10 +121,25 @@ impl Transformer {
         Ok(model)
     }
 
+    /// Loads the weights of a block's experts, one expert after the other.
+    fn load_experts(&mut self, checkpoint: &Checkpoint, id: ParamId, name: &str, experts: usize) -> Result<()> {
+        if self.params.is_mxfp4(id) {
+            let stored = checkpoint.tensor_mxfp4(name)?;
+            self.params.set_mxfp4(id, &stored.with_context(|| format!("{name} is not stored in MXFP4"))?);
+            return Ok(());
+        }
+        for expert in 0..experts {
+            let mut values = checkpoint.expert_f32(name, expert)?;
+            self.device.precision().round_slice(&mut values);
+            self.params.set_expert(id, expert, &values);
+        }
+        Ok(())
+    }
+
     /// The weights of the blocks' linear layers.
     fn linear_weights(&self) -> HashSet<ParamId> {
         let projections = self.blocks.iter().flat_map(Block::projections);
-        projections.flat_map(|projection| &projection.linears).map(|linear| linear.weight).collect()
+        projections.flat_map(|(_, projection)| &projection.linears).map(|linear| linear.weight).collect()
     }
 
     /// Sets a weight, quantized to NF4 on the way where `quantize` says whether its scales are, too.
@@ -130,6 +162,16 @@ impl Transformer {
         }
         Ok(())
     }
+}
+
+/// Blocks and scales of `len` values in MXFP4: all sixteen codes alike, times 2⁻⁷, which gives a standard deviation of 0.022.
+fn random_mxfp4(generator: Philox, len: usize) -> (Vec<u8>, Vec<u8>) {
+    let mut blocks = vec![0; len / 2];
+    blocks.par_chunks_mut(16).enumerate().with_min_len(1 << 12).for_each(|(block, bytes)| {
+        let words = generator.block(block as u64);
+        bytes.chunks_mut(4).zip(words).for_each(|(bytes, word)| bytes.copy_from_slice(&word.to_le_bytes()[..bytes.len()]));
+    });
+    (blocks, vec![120; len / 32])
 }
 
 /// Fills `out` with values uniform in ±0.02·√3, `set` writes one; four values are `stride` items.

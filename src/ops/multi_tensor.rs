@@ -120,7 +120,7 @@ pub struct MultiTensor {
     /// {norm, factor on the gradient, 1 if the update may happen, sum of losses}. Once an update may not happen, none may any more: the host
     /// hears of it when the next one is queued already.
     state: Tensor,
-    readback: Readback<4>,
+    readback: Readback,
 }
 
 impl MultiTensor {
@@ -141,7 +141,7 @@ impl MultiTensor {
             maps: device.tensor_f32(category, &[adamw8::TABLES_LEN], adamw8::tables()),
             partials: device.empty_f32(category, &[chunks.len()]),
             state: device.tensor_f32(category, &[4], INITIAL.to_vec()),
-            readback: Readback::new(gpu, INITIAL),
+            readback: Readback::new(gpu, INITIAL.to_vec()),
         }
     }
 

@@ -267,7 +267,7 @@ pub fn count<'r>(
     experts: &Indices,
     rows: impl Into<Rows<'r>>,
     probabilities: Option<&mut Tensor>,
-    counts: &mut Tensor,
+    mut counts: ViewMut<'_>,
 ) {
     let rows = rows.into();
     let k = experts.len() / logits.rows().max(1);
@@ -276,13 +276,13 @@ pub fn count<'r>(
     }
     let (tokens, num_experts) = shape(device, logits, experts, k);
     assert!(
-        counts.len() == num_experts && probabilities.as_ref().is_none_or(|sums| sums.len() == num_experts),
+        (counts.rows(), counts.cols()) == (1, num_experts) && probabilities.as_ref().is_none_or(|sums| sums.len() == num_experts),
         "shapes of a router's counts"
     );
     match device {
         Device::Cpu(_) => {
             let rows = rows.on_host(tokens);
-            let counts = counts.f32s_mut();
+            let counts = &mut counts.f32s_mut()[..num_experts];
             experts.i32s()[..rows * k].iter().for_each(|e| counts[*e as usize] += 1.0);
             if let Some(sums) = probabilities {
                 // In f64: the order of so many rows should not be seen in the sum.

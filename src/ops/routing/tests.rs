@@ -103,7 +103,7 @@ fn gradients_agree_with_finite_differences() {
                         let mut sums = device.zeros_f32(SCRATCH, &[num_experts]);
                         let mut counts = device.zeros_f32(SCRATCH, &[num_experts]);
                         let z = device.tensor_f32(SCRATCH, &[tokens, num_experts], logits.to_vec());
-                        count(&device, &z, &experts, counted, Some(&mut sums), &mut counts);
+                        count(&device, &z, &experts, counted, Some(&mut sums), counts.view_mut());
                         loss += dot(gradient.f32s(), sums.f32s());
                     }
                     loss
@@ -139,8 +139,8 @@ fn counts_and_probabilities_are_those_of_the_real_rows() {
         let on_device = device.indices(SCRATCH, vec![rows as i32]);
         for rows_at in [Rows::Host(rows), Rows::Device(&on_device)] {
             let [mut sums, mut counts] = [1.0, 2.0].map(|x| device.tensor_f32(SCRATCH, &[num_experts], vec![x; 6]));
-            count(&device, &z, &experts, rows_at, Some(&mut sums), &mut counts);
-            count(&device, &z, &experts, rows_at, None, &mut counts);
+            count(&device, &z, &experts, rows_at, Some(&mut sums), counts.view_mut());
+            count(&device, &z, &experts, rows_at, None, counts.view_mut());
             let mut want = [1.0; 6];
             logits.chunks(6).take(rows).for_each(|row| want.iter_mut().zip(softmax(row)).for_each(|(w, p)| *w += p));
             assert_close("probabilities", sums.f32s(), &want.map(|x| x as f32), 1e-6);

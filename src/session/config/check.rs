@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use super::{FIELDS, RunConfig, fields};
 use crate::data::options::LayoutChoice;
-use crate::formats::peft::PROJECTIONS;
+use crate::formats::peft::{PROJECTIONS, expert_targets};
 use crate::train::config::{ActivationsChoice, DequantizedChoice, MethodKind, Switch};
 
 /// Where a field's value came from.
@@ -165,7 +165,14 @@ fn method(config: &RunConfig, check: &mut Checker) {
         return;
     }
     let targets = &method.target_modules;
-    if targets.is_empty() {
+    if let Err(why) = expert_targets(&method.target_parameters) {
+        let problem = format!("in [method]: {why:#}");
+        check.add("method.target_parameters", problem, "experts have the weights that are named there");
+    } else if !method.target_parameters.is_empty() && dropout > 0.0 {
+        let problem = "`lora_dropout` in [method] is above 0, and `target_parameters` names weights of experts";
+        check.add("method.lora_dropout", problem, "adapters on experts take no dropout, as in PEFT: set it to 0");
+    }
+    if targets.is_empty() && method.target_parameters.is_empty() {
         let remedy = "use [\"all-linear\"], or name projections such as \"q_proj\"";
         check.add("method.target_modules", "`target_modules` in [method] is empty", remedy);
     }

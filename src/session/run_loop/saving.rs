@@ -64,8 +64,8 @@ fn weights(model: &Transformer, method: &MethodConfig, base: &Path) -> Result<Ad
         };
         tensors.push(NamedTensor {
             name: adapter::tensor_name(module, side),
-            shape: parameter.shape.clone(),
-            data: model.params().to_vec(id),
+            shape: model.adapter_shape(id),
+            data: model.adapter_layout(id, model.params().to_vec(id)),
         });
     }
     model.device().check()?;
@@ -76,6 +76,7 @@ fn weights(model: &Transformer, method: &MethodConfig, base: &Path) -> Result<Ad
         lora_dropout: method.lora_dropout,
         use_rslora: method.use_rslora,
         target_modules: method.target_modules.clone(),
+        target_parameters: method.target_parameters.clone(),
         layers_to_transform: method.layers_to_transform.clone(),
     };
     Ok(AdapterWeights { config, tensors })
