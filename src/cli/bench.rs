@@ -15,7 +15,7 @@ use tandem::session::compare::{CompareEvent, CompareOptions, CompareReport, Vari
 use tandem::session::trace::{Trace, TraceSteps};
 use tandem::session::{
     ActivationsChoice, AttentionPath, CacheCounts, Dequantized, DeviceChoice, Metadata, MetadataPolicy, MethodKind,
-    OffloadPolicy, Optimization, Placement, Precision, Switches,
+    OffloadPolicy, Optimization, Placement, Precision, Routing, Switches,
 };
 use tandem::tensor::Device;
 
@@ -26,7 +26,7 @@ use super::train::write_trace;
 /// Flags of `tandem bench`.
 #[derive(Args)]
 pub struct BenchArgs {
-    /// Models, by name (llama-3.2-1b, llama-3.1-8b, qwen3-0.6b, qwen3-8b, qwen3-14b, qwen3-32b) or path of a config.json.
+    /// Models, by name (llama-3.2-1b, llama-3.1-8b, qwen3-0.6b, qwen3-8b, qwen3-14b, qwen3-32b, qwen3-30b-a3b, gpt-oss-20b) or path of a config.json.
     #[arg(long, value_name = "NAME", value_delimiter = ',', default_value = "qwen3-0.6b")]
     model: Vec<String>,
     /// Tokens in one optimizer step.
@@ -50,6 +50,9 @@ pub struct BenchArgs {
     /// Device buffers for offloaded activations: 1, 2; 0: two where memory allows.
     #[arg(long, value_delimiter = ',', default_value = "0", value_parser = clap::value_parser!(u8).range(0..=2))]
     buffers: Vec<u8>,
+    /// How tokens get to routed experts: grouped (on the device alone), sorted, per-expert (the published baseline).
+    #[arg(long, value_delimiter = ',', default_value = "grouped", value_parser = routing)]
+    routing: Vec<Routing>,
     /// Whether passes are recorded as CUDA graphs on a GPU: on, off. Each size of pack is recorded at its second pass.
     #[arg(long, value_delimiter = ',', default_value = "on", value_parser = on_off)]
     graphs: Vec<bool>,
@@ -96,7 +99,7 @@ pub struct BenchArgs {
     #[arg(long, default_value = "auto", value_parser = device)]
     device: DeviceChoice,
     /// Single operations at the sizes of an 8B model, instead of steps.
-    #[arg(long, conflicts_with_all = ["model", "tokens", "pack", "activations", "attention", "metadata", "metadata_entries", "buffers", "graphs", "mlp_rows", "pass_tokens", "warmup", "steps", "r", "method", "dequantized", "middle", "bits", "optimizer_state", "embedding", "one_document"])]
+    #[arg(long, conflicts_with_all = ["model", "tokens", "pack", "activations", "attention", "metadata", "metadata_entries", "buffers", "routing", "graphs", "mlp_rows", "pass_tokens", "warmup", "steps", "r", "method", "dequantized", "middle", "bits", "optimizer_state", "embedding", "one_document"])]
     ops: bool,
     /// One JSON object a row.
     #[arg(long)]
@@ -116,6 +119,15 @@ pub struct BenchArgs {
     /// Which steps of each row, as 5-8, those before measuring counted; without it, the last three.
     #[arg(long, value_name = "STEPS", requires = "trace")]
     trace_steps: Option<TraceSteps>,
+}
+
+fn routing(text: &str) -> std::result::Result<Routing, String> {
+    match text {
+        "grouped" => Ok(Routing::Grouped),
+        "sorted" => Ok(Routing::Sorted),
+        "per-expert" | "per_expert" => Ok(Routing::PerExpert),
+        other => Err(format!("`{other}` is none of grouped, sorted, per-expert")),
+    }
 }
 
 fn activations(text: &str) -> std::result::Result<ActivationsChoice, String> {
@@ -245,6 +257,7 @@ impl BenchArgs {
         vary(self.buffers.len(), &|s, i| {
             s.offload = OffloadPolicy { buffers: self.buffers[i].into(), ..OffloadPolicy::default() };
         });
+        vary(self.routing.len(), &|s, i| s.routing = self.routing[i]);
         vary(self.graphs.len(), &|s, i| s.cuda_graphs = self.graphs[i]);
         vary(self.dequantized.len(), &|s, i| s.memory.dequantized = self.dequantized[i]);
         vary(self.middle.len(), &|s, i| s.memory.middle = self.middle[i]);
@@ -414,6 +427,18 @@ fn print_row(out: &mut impl io::Write, row: &BenchRow) -> io::Result<()> {
             out,
             "  metadata: {lookups} lookups, {hits} hits, {builds} builds of {built} in all, {} ms",
             ms(cache.metadata_ms)
+        )?;
+    }
+    if let Some(moe) = &row.moe {
+        let layers = moe.tokens_per_expert.len();
+        let imbalance = (0..layers).filter_map(|layer| moe.imbalance(layer));
+        writeln!(
+            out,
+            "  experts: {:?} routing, {} ms in both passes; {layers} layers, fullest expert at most {:.2} of the mean, {} idle",
+            moe.routing,
+            ms(moe.routing_ms),
+            imbalance.fold(0.0, f64::max),
+            moe.idle_experts()
         )?;
     }
     if let Some(copies) = &row.copies {

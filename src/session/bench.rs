@@ -25,19 +25,21 @@ use crate::train::config::{
     ActivationsChoice, DeviceChoice, MemoryPolicy, MethodConfig, MethodKind, OptimizerConfig, Precision, ScheduleKind,
 };
 use crate::train::plan::MemoryPlan;
-use crate::train::report::{CacheReport, Choice, CopyReport, StepReport};
+use crate::train::report::{CacheReport, Choice, CopyReport, MoeReport, StepReport};
 use crate::train::snapshot::Snapshot;
 use crate::train::switches::Switches;
 use crate::train::trainer::{Stepped, Trainer, TrainerSetup, lora_spec};
 
 /// Configurations that come with Tandem: sizes and flags of published models, without weights.
-const KNOWN: [(&str, &str); 6] = [
+const KNOWN: [(&str, &str); 8] = [
     ("llama-3.2-1b", include_str!("../../assets/models/llama-3.2-1b.json")),
     ("llama-3.1-8b", include_str!("../../assets/models/llama-3.1-8b.json")),
     ("qwen3-0.6b", include_str!("../../assets/models/qwen3-0.6b.json")),
     ("qwen3-8b", include_str!("../../assets/models/qwen3-8b.json")),
     ("qwen3-14b", include_str!("../../assets/models/qwen3-14b.json")),
     ("qwen3-32b", include_str!("../../assets/models/qwen3-32b.json")),
+    ("qwen3-30b-a3b", include_str!("../../assets/models/qwen3-30b-a3b.json")),
+    ("gpt-oss-20b", include_str!("../../assets/models/gpt-oss-20b.json")),
 ];
 
 /// Mean length of a document, spread of its logarithm, and the factor that makes up for cutting at pack ends: the baselines' workload.
@@ -145,6 +147,8 @@ pub struct BenchRow {
     pub cache: Option<CacheReport>,
     /// What was copied to host memory and back in it.
     pub copies: Option<CopyReport>,
+    /// What routed experts did in it.
+    pub moe: Option<MoeReport>,
     /// Which optimizations are on, and why.
     pub choices: Vec<Choice>,
     /// FLOPs of the model a token, recomputation not counted.
@@ -374,6 +378,7 @@ fn measure(
         allocations: median.counters.map(|c| c.allocations),
         cache: median.cache.clone(),
         copies: median.copies,
+        moe: median.moe.clone(),
         choices: trainer.choices(),
         flops_per_token,
         tflops,
@@ -431,19 +436,29 @@ fn micro_batches(lengths: &[usize], pack: usize, vocab: usize) -> Vec<PackedBatc
 
 /// FLOPs a token, forward and backward, recomputation not counted: `4N` for frozen linears (`2N` forward, `2N` for the input's gradient),
 /// `4·V·H` for the head, `3.5·4·d·Hq·ctx` a layer for attention with `ctx` the mean number of keys a query sees, `6r·(in + out)` for adapters of rank
-/// `r`. Without adapters all weights have gradients: `6N` and `6·V·H`.
+/// `r`, those on experts aside. Of experts, as many count as a token goes to. Without adapters all weights have gradients: `6N` and `6·V·H`.
 fn flops_per_token(config: &ModelConfig, lengths: &[usize], r: Option<usize>) -> f64 {
     let (hidden, inner) = (config.hidden_size as f64, config.intermediate_size as f64);
     let (q, kv) = (config.q_size() as f64, config.kv_size() as f64);
     let layers = config.num_hidden_layers as f64;
-    let linears =
-        [(hidden, q), (hidden, kv), (hidden, kv), (q, hidden), (hidden, inner), (hidden, inner), (inner, hidden)];
-    let weights: f64 = linears.iter().map(|(a, b)| a * b).sum();
-    let adapters: f64 = linears.iter().map(|(a, b)| r.unwrap_or(0) as f64 * (a + b)).sum();
+    let attention = [(hidden, q), (hidden, kv), (hidden, kv), (q, hidden)];
+    let mlp = [(hidden, inner), (hidden, inner), (inner, hidden)];
+    let with_experts = config.moe.as_ref().map_or(0, |moe| moe.layers.iter().filter(|has| **has).count()) as f64;
+    let weights = |linears: &[(f64, f64)]| linears.iter().map(|(a, b)| a * b).sum::<f64>();
+    let adapters = |linears: &[(f64, f64)]| linears.iter().map(|(a, b)| r.unwrap_or(0) as f64 * (a + b)).sum::<f64>();
+    let of_experts = config.moe.as_ref().map_or(0.0, |moe| {
+        let active = 3 * moe.num_experts_per_tok * moe.moe_intermediate_size;
+        hidden * (active + moe.num_experts) as f64
+    });
+    let dense = layers - with_experts;
+    let all_weights = layers * weights(&attention) + dense * weights(&mlp) + with_experts * of_experts;
+    let all_adapters = layers * adapters(&attention) + dense * adapters(&mlp);
     let of_a_weight = if r.is_some() { 4.0 } else { 6.0 };
     let total: f64 = lengths.iter().map(|&n| n as f64).sum();
     let context = lengths.iter().map(|&n| n as f64 * (n as f64 + 1.0) / 2.0).sum::<f64>() / total;
-    layers * (of_a_weight * weights + 6.0 * adapters + 3.5 * 4.0 * q * context)
+    of_a_weight * all_weights
+        + 6.0 * all_adapters
+        + layers * 3.5 * 4.0 * q * context
         + of_a_weight * config.vocab_size as f64 * hidden
 }
 
@@ -481,7 +496,7 @@ mod tests {
     fn known_models_parse_and_have_their_sizes() {
         let billions: Vec<f64> =
             known_models().map(|name| model_config(name).unwrap().num_parameters() as f64 / 1e9).collect();
-        let want = [1.236, 8.030, 0.596, 8.191, 14.768, 32.762];
+        let want = [1.236, 8.030, 0.596, 8.191, 14.768, 32.762, 30.532, 20.915];
         for (got, want) in billions.iter().zip(want) {
             assert!((got - want).abs() < 0.01 * want, "{billions:?}");
         }

@@ -36,7 +36,7 @@ pub use crate::tensor::phase::{LaneKind, Pass, Phase, PhaseTime, Span};
 pub use crate::train::config::{
     Activations, ActivationsChoice, AttentionPath, Dequantized, DeviceChoice, MemoryConfig, MemoryPolicy, Metadata,
     MetadataBaseline, MethodConfig, MethodKind, OffloadPolicy, OptimizationsConfig, OptimizerConfig, Placement,
-    PlacementChoice, Precision, ScheduleKind, Switch, TrainConfig,
+    PlacementChoice, Precision, Routing, RoutingBaseline, ScheduleKind, Switch, TrainConfig,
 };
-pub use crate::train::report::{CacheReport, Choice, CopyReport, EvalReport, Optimization, StepReport};
+pub use crate::train::report::{CacheReport, Choice, CopyReport, EvalReport, MoeReport, Optimization, StepReport};
 pub use crate::train::switches::Switches;

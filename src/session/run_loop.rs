@@ -161,7 +161,7 @@ impl<'a> Training<'a> {
 
     /// Switches what was asked for since the last step.
     fn switch(&mut self) {
-        let off_metadata = self.context.config.optimizations.metadata_baseline.metadata();
+        let off = self.context.config.optimizations.baselines();
         for (optimization, on) in self.context.control.take_switches() {
             let trainer = &mut self.prepared.trainer;
             let choices = trainer.choices();
@@ -171,7 +171,7 @@ impl<'a> Training<'a> {
                 self.context.sink.note(NoteLevel::Info, text);
                 continue;
             }
-            trainer.set_switches(trainer.switches().with(optimization, on, off_metadata));
+            trainer.set_switches(trainer.switches().with(optimization, on, off));
             let word = if on { "on" } else { "off" };
             let text =
                 format!("{} switched {word} by you, from step {} on", optimization.name(), trainer.steps_done() + 1);

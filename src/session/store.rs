@@ -20,8 +20,8 @@ use crate::base::error::Result;
 pub use self::tables::{KEPT_SPAN_STEPS, StoreSummary};
 
 /// Version of the tables, kept in the file's `user_version`.
-pub const STORE_VERSION: i32 = 4;
-/// The oldest version that is read. Version 3 added `cache` and `copies` to the steps, version 4 `pinned`.
+pub const STORE_VERSION: i32 = 5;
+/// The oldest version that is read. Version 3 added `cache` and `copies` to the steps, version 4 `pinned`, version 5 `moe`.
 const OLDEST_VERSION: i32 = 2;
 
 /// Events that may wait for the writer. Writing takes well below a millisecond an event, so that a full queue means

@@ -10,8 +10,10 @@ pub enum Phase {
     Attention,
     /// The dense MLP with its norm.
     Mlp,
-    /// Routed experts.
+    /// Products of routed experts, with their norm.
     Moe,
+    /// Choosing experts, and moving rows to them and back.
+    Routing,
     /// Final norm, output projection, loss, and the token embedding.
     HeadLoss,
     /// Forward work repeated in the backward pass.
@@ -30,10 +32,11 @@ pub enum Phase {
 
 impl Phase {
     /// All phases in the order in which they are stacked and listed.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Attention,
         Self::Mlp,
         Self::Moe,
+        Self::Routing,
         Self::HeadLoss,
         Self::Recompute,
         Self::ExposedCopy,
@@ -49,6 +52,7 @@ impl Phase {
             Self::Attention => "attention",
             Self::Mlp => "mlp",
             Self::Moe => "moe",
+            Self::Routing => "routing",
             Self::HeadLoss => "head loss",
             Self::Recompute => "recompute",
             Self::ExposedCopy => "exposed copy",

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 pub use crate::model::metadata::MetadataPolicy;
 pub use crate::model::policy::{
-    Activations, AttentionPath, Dequantized, MemoryPolicy, Metadata, OffloadPolicy, Placement, WeightFormat,
+    Activations, AttentionPath, Dequantized, MemoryPolicy, Metadata, OffloadPolicy, Placement, Routing, WeightFormat,
 };
 pub use crate::tensor::dtype::Precision;
 
@@ -46,8 +46,10 @@ pub struct MethodConfig {
     pub lora_dropout: f64,
     /// Scale by `lora_alpha / √r`.
     pub use_rslora: bool,
-    /// Projections that get an adapter: `q_proj` … `down_proj`, or the single word `all-linear`.
+    /// Projections that get an adapter: `q_proj` … `down_proj`, or the single word `all-linear`; experts are no such layers.
     pub target_modules: Vec<String>,
+    /// Weights of routed experts that get adapters: `mlp.experts.gate_up_proj`, `mlp.experts.down_proj`.
+    pub target_parameters: Vec<String>,
     /// Blocks that get adapters; empty means all.
     pub layers_to_transform: Vec<usize>,
     /// A PEFT adapter folder to start from instead of fresh matrices.
@@ -74,6 +76,7 @@ impl Default for MethodConfig {
             lora_dropout: 0.0,
             use_rslora: false,
             target_modules: vec!["all-linear".into()],
+            target_parameters: Vec::new(),
             layers_to_transform: Vec::new(),
             init_adapter: None,
         }
@@ -207,6 +210,27 @@ impl MetadataBaseline {
     }
 }
 
+/// How rows get to routed experts where `grouped_routing` is off.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RoutingBaseline {
+    /// A stable sort and one read of the counts, as in the published improvement.
+    #[default]
+    Sorted,
+    /// A search, a read and a gather for each expert, as in the published baseline.
+    PerExpert,
+}
+
+impl RoutingBaseline {
+    /// The engine's word for it.
+    pub fn routing(self) -> Routing {
+        match self {
+            Self::Sorted => Routing::Sorted,
+            Self::PerExpert => Routing::PerExpert,
+        }
+    }
+}
+
 /// `[optimizations]`: each can be left to Tandem or set, and none changes a result.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -217,6 +241,10 @@ pub struct OptimizationsConfig {
     pub metadata_baseline: MetadataBaseline,
     /// Most entries the cache keeps; 0 means one for each window of the model.
     pub metadata_entries: usize,
+    /// Route tokens to experts on the device alone, with one grouped product for all of them.
+    pub grouped_routing: Switch,
+    /// How tokens get to experts where `grouped_routing` is off.
+    pub routing_baseline: RoutingBaseline,
     /// Device buffers for offloaded activations that come back: 1 or 2; 0 means two where memory allows.
     pub offload_buffers: usize,
     /// Offload also where the guardrails would not: small blocks, memory that host and device share, no headroom.
@@ -233,6 +261,8 @@ impl Default for OptimizationsConfig {
             metadata_cache: Switch::Auto,
             metadata_baseline: MetadataBaseline::Published,
             metadata_entries: 0,
+            grouped_routing: Switch::Auto,
+            routing_baseline: RoutingBaseline::default(),
             offload_buffers: 0,
             offload_force: false,
             offload_headroom_mib: 512,
@@ -241,7 +271,21 @@ impl Default for OptimizationsConfig {
     }
 }
 
+/// What optimizations are compared with, and switched off to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Baselines {
+    /// Of the metadata cache.
+    pub metadata: Metadata,
+    /// Of grouped routing.
+    pub routing: Routing,
+}
+
 impl OptimizationsConfig {
+    /// What an optimization is switched off to.
+    pub fn baselines(&self) -> Baselines {
+        Baselines { metadata: self.metadata_baseline.metadata(), routing: self.routing_baseline.routing() }
+    }
+
     /// Where layers get what they need to know of documents. Nothing speaks against the cache anywhere, so `auto` is on.
     pub fn metadata(&self) -> MetadataPolicy {
         let metadata = match self.metadata_cache {
@@ -249,6 +293,14 @@ impl OptimizationsConfig {
             Switch::Off => self.metadata_baseline.metadata(),
         };
         MetadataPolicy { metadata, capacity: self.metadata_entries }
+    }
+
+    /// How tokens get to experts. Nothing speaks against grouped routing anywhere, so `auto` is on.
+    pub fn routing(&self) -> Routing {
+        match self.grouped_routing {
+            Switch::Auto | Switch::On => Routing::Grouped,
+            Switch::Off => self.routing_baseline.routing(),
+        }
     }
 
     /// How activations travel.

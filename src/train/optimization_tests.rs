@@ -106,6 +106,7 @@ fn switching_between_steps_changes_no_bit_either() {
     let reference = bits(&steps(&mut trainer(&cpu(2), MethodKind::Lora, Switches::default()), 6));
     let mut switched = trainer(&cpu(2), MethodKind::Lora, Switches { offload: offload(0), ..Switches::default() });
     let mut got = bits(&steps(&mut switched, 1));
+    let off = OptimizationsConfig::default().baselines();
     for (optimization, on) in [
         (Optimization::ActivationOffload, true),
         (Optimization::DoubleBuffer, false),
@@ -113,7 +114,7 @@ fn switching_between_steps_changes_no_bit_either() {
         (Optimization::KeepActivations, true),
         (Optimization::MetadataCache, true),
     ] {
-        switched.set_switches(switched.switches().with(optimization, on, Metadata::Published));
+        switched.set_switches(switched.switches().with(optimization, on, off));
         got.extend(bits(&steps(&mut switched, 1)));
         let choice = switched.choices().into_iter().find(|choice| choice.optimization == optimization).unwrap();
         assert_eq!(choice.on, on, "{}", choice.describe());

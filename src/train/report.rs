@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::model::metadata::{CacheCounts, CacheEntry};
-use crate::model::policy::Metadata;
+use crate::model::policy::{Metadata, Routing};
 use crate::tensor::cuda::CounterValues;
 use crate::tensor::memory::MemoryReport;
 use crate::tensor::phase::{PhaseTime, Span};
@@ -45,6 +45,9 @@ pub struct StepReport {
     /// What was copied to host memory and back, where activations are offloaded.
     #[serde(default)]
     pub copies: Option<CopyReport>,
+    /// What routed experts did, in a model that has them.
+    #[serde(default)]
+    pub moe: Option<MoeReport>,
     /// Spans of this step, where it was an instrumented one.
     pub spans: Vec<Span>,
 }
@@ -78,6 +81,33 @@ impl CacheReport {
     /// Time that hits saved, at the mean time of a build, in milliseconds.
     pub fn avoided_ms(&self) -> Option<f64> {
         self.build_ms().map(|ms| ms * self.counts.hits as f64)
+    }
+}
+
+/// What routed experts did in one step.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct MoeReport {
+    /// How rows got to experts.
+    pub routing: Routing,
+    /// Experts of a token.
+    pub experts_per_token: usize,
+    /// How many tokens went to each expert, for each layer that has experts; padding of passes included.
+    pub tokens_per_expert: Vec<Vec<u64>>,
+    /// Time of the routing phase in both passes, recomputation apart, in milliseconds; `None` when it was not measured.
+    pub routing_ms: Option<f64>,
+}
+
+impl MoeReport {
+    /// Load of the fullest expert of a layer over the mean load: 1 when all have as much.
+    pub fn imbalance(&self, layer: usize) -> Option<f64> {
+        let tokens = self.tokens_per_expert.get(layer)?;
+        let all: u64 = tokens.iter().sum();
+        (all > 0).then(|| *tokens.iter().max().unwrap_or(&0) as f64 * tokens.len() as f64 / all as f64)
+    }
+
+    /// Experts of all layers that got no token.
+    pub fn idle_experts(&self) -> usize {
+        self.tokens_per_expert.iter().flatten().filter(|tokens| **tokens == 0).count()
     }
 }
 
@@ -141,6 +171,8 @@ pub enum Optimization {
     DoubleBuffer,
     /// Attention that visits only the pairs of tokens that see each other.
     VarlenAttention,
+    /// Tokens routed to experts on the device alone.
+    GroupedRouting,
     /// Passes recorded as CUDA graphs.
     CudaGraphs,
     /// The table of token embeddings in host memory.
@@ -172,6 +204,7 @@ impl Optimization {
             Self::ActivationOffload => "Activation offload",
             Self::DoubleBuffer => "Overlapped copies",
             Self::VarlenAttention => "Variable-length attention",
+            Self::GroupedRouting => "Grouped MoE routing",
             Self::CudaGraphs => "CUDA graphs",
             Self::HostEmbedding => "Embedding table in host memory",
             Self::HostOptimizerState => "Optimizer state in host memory",

@@ -3,8 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::config::{
-    Activations, AttentionPath, MemoryConfig, MemoryPolicy, Metadata, MetadataPolicy, OffloadPolicy,
-    OptimizationsConfig, Placement, TrainConfig,
+    Activations, AttentionPath, Baselines, MemoryConfig, MemoryPolicy, Metadata, MetadataPolicy, OffloadPolicy,
+    OptimizationsConfig, Placement, Routing, TrainConfig,
 };
 use super::report::{Choice, Optimization};
 use super::state_place::StatePlace;
@@ -22,6 +22,9 @@ pub struct Switches {
     pub attention: AttentionPath,
     /// Where layers get what they need to know of documents.
     pub metadata: MetadataPolicy,
+    /// How rows get to routed experts, in a model that has them.
+    #[serde(default)]
+    pub routing: Routing,
     /// How activations travel, where they are offloaded.
     pub offload: OffloadPolicy,
     /// Whether passes are recorded as CUDA graphs, on a GPU.
@@ -44,6 +47,7 @@ impl Switches {
             activations: train.activations.fixed().unwrap_or_default(),
             attention: train.attention,
             metadata: optimizations.metadata(),
+            routing: optimizations.routing(),
             offload: optimizations.offload(),
             cuda_graphs: train.cuda_graphs,
             memory: memory.policy(),
@@ -59,9 +63,10 @@ pub fn choose_on_cpu(model: &Transformer, tokens: usize) -> (Activations, String
     let config = model.config();
     let (device, layers, hidden) = (model.device(), config.num_hidden_layers as u64, config.hidden_size);
     let value = device.dtype().num_bytes() as u64;
-    let block = tokens as u64
-        * (2 * hidden + 2 * config.q_size() + 2 * config.kv_size() + 2 * config.intermediate_size) as u64
-        * value;
+    // Gate and up: of an MLP, or of every expert that a token goes to.
+    let inner = config.moe.as_ref().map_or(0, |moe| moe.num_experts_per_tok * moe.moe_intermediate_size);
+    let gate_up = 2 * inner.max(config.intermediate_size);
+    let block = tokens as u64 * (2 * hidden + 2 * config.q_size() + 2 * config.kv_size() + gate_up) as u64 * value;
     let Some(free) = device.available_bytes() else {
         return (Activations::Recompute, "the system does not say how much memory is free".into());
     };
@@ -99,6 +104,12 @@ pub fn choices(switches: &Switches, model: &Transformer, reasons: Reasons<'_>) -
                 Metadata::Cached => (true, true, "one build for each pack and window".to_owned()),
                 Metadata::Fused => (false, true, "each layer builds anew, in few operations".to_owned()),
                 Metadata::Published => (false, true, "each layer builds anew, as published".to_owned()),
+            },
+            Optimization::GroupedRouting => match model.routing() {
+                None => (false, false, "the model has no experts".to_owned()),
+                Some(Routing::Grouped) => (true, true, "the host reads nothing, one product for all experts".to_owned()),
+                Some(Routing::Sorted) => (false, true, "one read of the counts, a product an expert".to_owned()),
+                Some(Routing::PerExpert) => (false, true, "a search and a read an expert, as published".to_owned()),
             },
             Optimization::KeepActivations => {
                 let on = switches.activations == Activations::Keep;
@@ -174,6 +185,8 @@ pub fn choices(switches: &Switches, model: &Transformer, reasons: Reasons<'_>) -
         };
         Choice { optimization, on, available, why }
     };
+    // Where there are no experts, nobody needs to read that there is nothing to route.
+    let experts = model.routing().map(|_| Optimization::GroupedRouting);
     let MemoryPolicy { embedding, optimizer_state, mlp_rows, pass_tokens, .. } = switches.memory;
     let asked = [
         (embedding == Placement::Host, Optimization::HostEmbedding),
@@ -182,7 +195,7 @@ pub fn choices(switches: &Switches, model: &Transformer, reasons: Reasons<'_>) -
         (pass_tokens > 0, Optimization::JoinedPacks),
     ];
     let asked = asked.into_iter().filter_map(|(asked, optimization)| asked.then_some(optimization));
-    Optimization::ALL.into_iter().chain(asked).map(of).collect()
+    Optimization::ALL.into_iter().chain(experts).chain(asked).map(of).collect()
 }
 
 /// Most tokens of a pass into which the packs of a step are joined; 0 where nobody asked for it.
@@ -199,10 +212,11 @@ pub fn joining(switches: &Switches, model: &Transformer) -> Result<usize, &'stat
 }
 
 impl Switches {
-    /// The switches with one optimization on or off; off is the baseline that `optimizations` names.
-    pub fn with(mut self, optimization: Optimization, on: bool, off_metadata: Metadata) -> Self {
+    /// The switches with one optimization on or off; off is the baseline that `off` names.
+    pub fn with(mut self, optimization: Optimization, on: bool, off: Baselines) -> Self {
         match optimization {
-            Optimization::MetadataCache => self.metadata.metadata = if on { Metadata::Cached } else { off_metadata },
+            Optimization::GroupedRouting => self.routing = if on { Routing::Grouped } else { off.routing },
+            Optimization::MetadataCache => self.metadata.metadata = if on { Metadata::Cached } else { off.metadata },
             Optimization::KeepActivations => self.switch_activations(Activations::Keep, on),
             Optimization::ActivationOffload => self.switch_activations(Activations::Offload, on),
             Optimization::DoubleBuffer => self.offload.buffers = if on { 2 } else { 1 },

@@ -1,6 +1,7 @@
 //! The trainer: micro-batches to one optimizer update, and evaluation. Stop 7 of the walk.
 
 mod copies;
+mod experts;
 mod joining;
 mod rehearsal;
 
@@ -10,8 +11,11 @@ use std::time::Instant;
 use anyhow::{Context as _, ensure};
 
 use self::copies::copy_report;
+use self::experts::{Counts, ExpertsReader};
 use super::batch::{bucket_on, upload};
-use super::config::{Activations, ActivationsChoice, Metadata, MethodConfig, MethodKind, OptimizerConfig, Placement};
+use super::config::{
+    Activations, ActivationsChoice, Dequantized, Metadata, MethodConfig, MethodKind, OptimizerConfig, Placement, Routing,
+};
 use super::optimizer::{self, BadGradient, Optimizer};
 use super::plan::{Machine, MemoryPlan, Planner, Workload};
 use super::report::{CacheReport, Choice, EvalReport, StepReport};
@@ -59,7 +63,8 @@ impl TrainerSetup {
         let weights = self.method.weight_format(memory.dequantized);
         // What trains is worked on all the time.
         let embedding = if self.method.kind.has_adapters() { memory.embedding } else { Placement::Device };
-        Form { lora, weights, embedding }
+        let experts = if self.method.kind.has_adapters() { memory.dequantized } else { Dequantized::Resident };
+        Form { lora, weights, embedding, experts }
     }
 }
 
@@ -72,6 +77,7 @@ pub fn lora_spec(method: &MethodConfig) -> Option<LoraSpec> {
             scale: LoraSpec::scale(method.r, method.lora_alpha, method.use_rslora),
             dropout: method.lora_dropout,
             target_modules: method.target_modules.clone(),
+            target_parameters: method.target_parameters.clone(),
             layers_to_transform: method.layers_to_transform.clone(),
         }),
     }
@@ -91,6 +97,7 @@ pub struct Trainer {
     setup: TrainerSetup,
     grads: Grads,
     optimizer: Optimizer,
+    experts: ExpertsReader,
     /// Whether a step's report comes from the call after it: on a GPU.
     reports_late: bool,
     /// The step whose report is to come.
@@ -126,6 +133,8 @@ struct Submitted {
     metadata: Metadata,
     cache: CacheCounts,
     cache_entries: Vec<CacheEntry>,
+    routing: Routing,
+    experts: Option<Counts>,
 }
 
 /// What clipping found in a step.
@@ -166,6 +175,7 @@ impl Trainer {
             setup,
             grads,
             optimizer,
+            experts: ExpertsReader::default(),
             reports_late,
             submitted: None,
             failed: false,
@@ -207,7 +217,8 @@ impl Trainer {
     }
 
     fn apply_switches(&mut self) {
-        let Switches { attention, metadata, offload, cuda_graphs, memory, activations: _ } = self.setup.switches;
+        let Switches { attention, metadata, routing, offload, cuda_graphs, memory, activations: _ } = self.setup.switches;
+        self.model.set_routing(routing);
         self.model.set_mlp_rows(memory.mlp_rows);
         self.model.set_keeps_middle(memory.middle);
         self.model.set_attention_path(attention);
@@ -371,6 +382,7 @@ impl Trainer {
         {
             let _phase = clock.enter(Phase::Optimizer, Pass::Step, None);
             self.optimizer.clear_gradients(&self.model, &mut self.grads);
+            self.experts.clear(&self.model);
         }
         let mut loss = LossSum::new(&device);
         for (i, batch) in self.passes(micro_batches).iter().enumerate() {
@@ -410,6 +422,7 @@ impl Trainer {
         if let Err(error) = device.check() {
             return fail(&mut self.optimizer, error);
         }
+        let experts = self.experts.queue(&self.model);
         // The copy comes last: when it has been passed, so have the marks of the clock.
         let times = clock.end_step();
         let found = match known {
@@ -436,6 +449,8 @@ impl Trainer {
             offload: self.offloaded(),
             metadata: self.setup.switches.metadata.metadata,
             cache_entries: self.model.metadata_entries(),
+            routing: self.setup.switches.routing,
+            experts,
         };
         let ready = if self.reports_late { self.submitted.replace(submitted) } else { Some(submitted) };
         let report = ready.map(|submitted| self.report(submitted)).transpose()?;
@@ -515,6 +530,7 @@ impl Trainer {
             num_label_tokens,
             step_ms: times.step_ms,
             not_attributed_ms: (times.step_ms - attributed).max(0.0),
+            moe: self.experts.report(&self.model, submitted.experts, submitted.routing, &times.phases),
             phases: times.phases,
             memory: submitted.memory,
             counters: submitted.counters,

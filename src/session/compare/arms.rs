@@ -5,7 +5,7 @@ use anyhow::ensure;
 use super::report::{Arm, Setting, Variation};
 use crate::base::error::Result;
 use crate::tensor::Device;
-use crate::train::config::{Activations, AttentionPath, Dequantized, Metadata, Placement};
+use crate::train::config::{Activations, AttentionPath, Dequantized, Metadata, Placement, Routing};
 use crate::train::report::Optimization;
 use crate::train::switches::Switches;
 
@@ -107,8 +107,8 @@ pub(super) fn settings([a, b]: [&Switches; 2]) -> Vec<Setting> {
 }
 
 /// Switches as fields of `run.toml` with their values as TOML.
-fn fields(switches: &Switches) -> [(&'static str, String); 13] {
-    let Switches { activations, attention, metadata, offload, cuda_graphs, memory } = switches;
+fn fields(switches: &Switches) -> [(&'static str, String); 15] {
+    let Switches { activations, attention, metadata, routing, offload, cuda_graphs, memory } = switches;
     let word = |word: &str| format!("\"{word}\"");
     let activations = match activations {
         Activations::Keep => "keep",
@@ -132,6 +132,8 @@ fn fields(switches: &Switches) -> [(&'static str, String); 13] {
         ("optimizations.metadata_cache", word(cache)),
         ("optimizations.metadata_baseline", word(baseline)),
         ("optimizations.metadata_entries", metadata.capacity.to_string()),
+        ("optimizations.grouped_routing", word(if *routing == Routing::Grouped { "on" } else { "off" })),
+        ("optimizations.routing_baseline", word(if *routing == Routing::PerExpert { "per_expert" } else { "sorted" })),
         ("optimizations.offload_buffers", offload.buffers.to_string()),
         ("memory.mlp_rows", memory.mlp_rows.to_string()),
         ("memory.pass_tokens", memory.pass_tokens.to_string()),

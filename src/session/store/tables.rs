@@ -27,7 +27,7 @@ CREATE TABLE steps (
     step_ms REAL, not_attributed_ms REAL,
     now_bytes INTEGER NOT NULL, peak_bytes INTEGER NOT NULL, process_bytes INTEGER,
     epoch REAL, elapsed_s REAL, tokens_seen INTEGER NOT NULL, eta_s REAL,
-    launches INTEGER, host_syncs INTEGER, allocations INTEGER, cache TEXT, copies TEXT, pinned TEXT);
+    launches INTEGER, host_syncs INTEGER, allocations INTEGER, cache TEXT, copies TEXT, pinned TEXT, moe TEXT);
 CREATE TABLE phases (
     id INTEGER PRIMARY KEY, seq INTEGER NOT NULL, phase TEXT NOT NULL,
     forward_ms REAL, backward_ms REAL, step_ms REAL);
@@ -98,7 +98,7 @@ struct StepPlace {
 
 fn write_step(t: &Transaction<'_>, seq: i64, unix_ms: i64, r: &StepReport, place: &StepPlace) -> Result<()> {
     t.prepare_cached(
-        "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
     )?
     .execute(params![
         seq,
@@ -126,6 +126,7 @@ fn write_step(t: &Transaction<'_>, seq: i64, unix_ms: i64, r: &StepReport, place
         r.cache.as_ref().map(serde_json::to_string).transpose()?,
         r.copies.as_ref().map(serde_json::to_string).transpose()?,
         r.memory.pinned.as_ref().map(serde_json::to_string).transpose()?,
+        r.moe.as_ref().map(serde_json::to_string).transpose()?,
     ])?;
     let mut phases =
         t.prepare_cached("INSERT INTO phases (seq, phase, forward_ms, backward_ms, step_ms) VALUES (?, ?, ?, ?, ?)")?;
@@ -278,6 +279,7 @@ fn step(row: &Row<'_>, seq: i64, parts: &mut StepParts) -> Result<StepReport> {
         counters: counters(row)?,
         cache: json(row, "cache")?,
         copies: json(row, "copies")?,
+        moe: json(row, "moe")?,
         spans: parts.spans.remove(&seq).unwrap_or_default(),
     })
 }
