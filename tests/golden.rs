@@ -13,12 +13,14 @@ use golden_family::{
 };
 use tandem::data::pack::PackedBatch;
 use tandem::formats::safetensors::SafetensorsFile;
+use tandem::layers::moe::Choices;
 use tandem::model::generate::greedy;
 use tandem::tensor::{Device, Precision};
 use tandem::train::batch::upload;
 use tandem::train::config::{
-    Activations, AttentionPath, MemoryPolicy, MethodConfig, MethodKind, OptimizerConfig, ScheduleKind,
+    Activations, AttentionPath, MemoryPolicy, MethodConfig, MethodKind, OptimizerConfig, Routing, ScheduleKind,
 };
+use tandem::train::report::MoeReport;
 use tandem::train::switches::Switches;
 use tandem::train::trainer::{Trainer, TrainerSetup};
 
@@ -58,7 +60,7 @@ fn golden_gradients_of_every_parameter() {
             assert_close(&format!("{}: loss_mean", family.name), &[mean], &family.f32s("loss_mean"), F32_BOUND);
             let mut compared = 0;
             for (id, parameter) in model.params().iter() {
-                let want = family.f32s(&format!("grad.{}", parameter.name));
+                let want = family.gradient(parameter);
                 let got = grads.get(id).unwrap().f32s();
                 assert_close(
                     &format!("{}: {activations:?}, tiles of {mlp_rows}, grad.{}", family.name, parameter.name),
@@ -111,6 +113,119 @@ fn golden_adapter_gradients_and_six_adamw_steps() {
                 );
             }
         }
+    }
+}
+
+#[test]
+fn golden_adapters_on_experts_follow_peft_in_every_routing() {
+    for family in Family::all() {
+        let path = family.folder.join("case_experts.safetensors");
+        if !path.exists() {
+            continue;
+        }
+        let case = SafetensorsFile::open(&path).unwrap();
+        let method = family.method_of("expert_adapter_after_4_steps");
+        let mut reference: Option<Vec<Vec<f32>>> = None;
+        for (routing, (activations, mlp_rows)) in
+            [Routing::Grouped, Routing::Sorted, Routing::PerExpert].into_iter().zip(PASSES)
+        {
+            let mut setup = family.setup(method.clone(), activations, true);
+            (setup.switches.routing, setup.switches.memory.mlp_rows) = (routing, mlp_rows);
+            let mut trainer = Trainer::new(family.model(&device(2)), setup).unwrap();
+            set_adapters(&mut trainer, &case);
+            let before = adapter_values(&trainer);
+            let batch = family.batch();
+            for (step, want) in case.to_f32("lora_loss").unwrap().into_iter().enumerate() {
+                let report = trainer.step_and_wait(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap().unwrap();
+                let what = format!("{}: {routing:?}, lora_loss[{step}]", family.name);
+                assert_close(&what, &[report.loss as f32], &[want], F32_BOUND);
+                if step > 0 {
+                    continue;
+                }
+                let model = trainer.model();
+                for (id, parameter) in model.adapters() {
+                    let want = case.to_f32(&format!("lora_grad.{}", parameter.name)).unwrap();
+                    let got = model.adapter_layout(id, trainer.grads().get(id).unwrap().to_vec());
+                    assert_close(&format!("{}: lora_grad.{}", family.name, parameter.name), &got, &want, F32_BOUND);
+                }
+                assert_experts_moved(&family.name, &trainer, &before, &report.moe.unwrap());
+            }
+            let after = tandem::export::adapter::load(&family.folder.join("expert_adapter_after_4_steps")).unwrap();
+            after.check_fits(trainer.model().config()).unwrap();
+            assert_eq!(after.tensors.len(), trainer.model().adapters().count());
+            for tensor in after.tensors {
+                let model = trainer.model();
+                let name = tensor.name.trim_start_matches("base_model.model.").trim_end_matches(".weight");
+                let id = model.params().find(name).unwrap_or_else(|| panic!("{}: no {name}", family.name));
+                let got = model.adapter_layout(id, model.params().to_vec(id));
+                assert_close(&format!("{}: {name} after four steps", family.name), &got, &tensor.data, ADAPTER_BOUND);
+            }
+            // Tiles change the order of sums; all else is the same arithmetic.
+            let values = adapter_values(&trainer);
+            if mlp_rows == 0 {
+                assert!(reference.is_none_or(|reference| reference == values), "{}: {routing:?} differs", family.name);
+            }
+            reference = Some(values);
+        }
+    }
+}
+
+/// Every expert that got tokens has moved in both of its adapter matrices, and no other has.
+fn assert_experts_moved(family: &str, trainer: &Trainer, before: &[Vec<f32>], report: &MoeReport) {
+    let model = trainer.model();
+    let of_experts = model.adapters().zip(before).filter(|((_, p), _)| p.name.contains(".mlp.experts"));
+    let mut moved = 0;
+    for ((id, parameter), before) in of_experts {
+        let layer: usize = parameter.name.split('.').nth(2).unwrap().parse().unwrap();
+        let tokens = &report.tokens_per_expert[layer];
+        let len = before.len() / tokens.len();
+        let values = model.params().to_vec(id);
+        for (expert, tokens) in tokens.iter().enumerate() {
+            let changed = values[expert * len..][..len] != before[expert * len..][..len];
+            // Weight decay moves what is not zero, gradient or no gradient.
+            assert!(changed || *tokens == 0, "{family}: expert {expert} of {} stayed", parameter.name);
+            moved += usize::from(changed);
+        }
+    }
+    assert!(moved > 0, "{family}: nothing moved");
+}
+
+#[test]
+fn golden_routings_agree_and_bf16_chooses_nearly_the_same_experts() {
+    for family in Family::all() {
+        let Some(choices) = family.choices() else { continue };
+        let run = |routing| {
+            let mut trainer = family.lora_trainer(&device(2), Activations::Recompute);
+            trainer.set_switches(Switches { routing, ..trainer.switches() });
+            let batch = family.batch();
+            let step = |_| trainer.step_and_wait(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap().unwrap();
+            let reports: Vec<_> = (0..3).map(step).collect();
+            let losses: Vec<u64> = reports.iter().map(|report| report.loss.to_bits()).collect();
+            (losses, reports.last().unwrap().moe.clone().unwrap().tokens_per_expert, adapter_values(&trainer))
+        };
+        let reference = run(Routing::Grouped);
+        for routing in [Routing::Sorted, Routing::PerExpert] {
+            assert!(run(routing) == reference, "{}: {routing:?} differs", family.name);
+        }
+        let tokens = family.batch().input_ids.len() as u64;
+        for layer in &reference.1 {
+            let all: u64 = layer.iter().sum();
+            assert_eq!(all % tokens, 0, "{}: every token goes to as many experts", family.name);
+        }
+        let mut model = family.model(&Device::cpu(2, Precision::Bf16).unwrap());
+        model.set_choices(Some(Choices::default()));
+        let batch = upload(&model, &family.batch()).unwrap();
+        model.losses(&batch, &NEVER).unwrap();
+        let noted = model.choices().unwrap().noted.lock().unwrap();
+        let k = model.config().moe.as_ref().unwrap().num_experts_per_tok;
+        // Which experts a token goes to, in whichever order.
+        let tokens = noted.iter().zip(&choices).flat_map(|(ours, f32s)| ours.chunks(k).zip(f32s.chunks(k)));
+        let (mut equal, mut all) = (0, 0);
+        tokens.for_each(|(ours, f32s)| {
+            (equal, all) = (equal + ours.iter().filter(|expert| f32s.contains(expert)).count(), all + k);
+        });
+        println!("{}: bf16 chooses {equal} of {all} experts as f32 does", family.name);
+        assert!(equal * 100 >= all * 95, "{}: {equal} of {all}", family.name);
     }
 }
 

@@ -6,6 +6,9 @@ softmax in f32). The loss is computed in f32 from bf16 logits, as the models of 
 autograd, stored in bf16, added up over the documents in f32. Adapters stay in f32 on the bf16 base (`autocast_adapter_dtype` of
 PEFT); `lora_loss` holds the six AdamW steps of the reference.
 
+In families with experts the choices of the f32 model are replayed: the router's logits are those of bf16, the experts those that f32 chose,
+so that the errors are those of arithmetic and not of a close choice that fell otherwise.
+
     python make_bf16.py [--attention sdpa] [--dry-run] [family …]
 """
 
@@ -20,7 +23,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_oss")
 STEPS = 6
 
 
@@ -29,18 +32,64 @@ def load(folder: Path, attention: str):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation=attention).train()
 
 
+def routers(model):
+    """The routers of a model, in the order of its layers: modules that return (logits, weights, experts)."""
+    return [module for _, module in model.named_modules() if type(module).__name__.endswith("TopKRouter")]
+
+
+def record(model, case):
+    """The experts that an f32 model chooses: for each document, for each layer, [tokens, k]."""
+    chosen, hooks = [], []
+    for router in routers(model):
+        hooks.append(router.register_forward_hook(lambda _, __, out: chosen[-1].append(out[2].clone())))
+    with torch.no_grad():
+        for input_ids, _ in documents(case):
+            chosen.append([])
+            model(input_ids=input_ids[None], use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return chosen
+
+
+class Replay:
+    """Lets the routers of a bf16 model weigh given experts instead of choosing some."""
+
+    def __init__(self, model, chosen):
+        self.chosen, self.document = chosen, 0
+        for layer, router in enumerate(routers(model)):
+            router.register_forward_hook(lambda router, _, out, layer=layer: self.weigh(router, out, layer))
+
+    def weigh(self, router, out, layer):
+        logits, weights, _ = out
+        experts = self.chosen[self.document][layer]
+        if type(router).__name__.startswith("GptOss"):
+            # Softmax over the chosen logits, in their own type.
+            weighed = torch.softmax(logits.gather(1, experts), dim=1, dtype=weights.dtype)
+        else:
+            # As the module does: `logits` may be probabilities already.
+            is_probability = bool((logits.float().sum(-1) - 1).abs().max() < 2e-2) and bool((logits >= 0).all())
+            probabilities = logits.float() if is_probability else torch.softmax(logits, dim=-1, dtype=torch.float)
+            weighed = probabilities.gather(1, experts)
+            if getattr(router, "norm_topk_prob", True):
+                weighed = weighed / weighed.sum(-1, keepdim=True)
+            weighed = weighed.to(weights.dtype)
+        return logits, weighed, experts
+
+
 def documents(case):
     bounds = case["cu_seqlens"].tolist()
     for start, end in zip(bounds, bounds[1:]):
         yield case["input_ids"][start:end].long(), case["labels"][start:end].long()
 
 
-def gradients(model, case, parameters):
+def gradients(model, case, parameters, replay=None):
     """Mean loss, all logits, and the gradient of the mean loss for each of `parameters` (summed over documents in f32)."""
     denominator = int((case["labels"] != -100).sum())
     logits, total = [], 0.0
     sums = {name: torch.zeros(p.shape) for name, p in parameters.items()}
-    for input_ids, labels in documents(case):
+    for number, (input_ids, labels) in enumerate(documents(case)):
+        if replay:
+            replay.document = number
         out = model(input_ids=input_ids[None], use_cache=False).logits[0]
         logits.append(out.detach().float())
         loss = F.cross_entropy(out.float(), labels, ignore_index=-100, reduction="sum")
@@ -49,7 +98,8 @@ def gradients(model, case, parameters):
             continue
         (loss / denominator).backward()
         for name, p in parameters.items():
-            sums[name] += p.grad.float()
+            if p.grad is not None:
+                sums[name] += p.grad.float()
             p.grad = None
     return torch.tensor(total / denominator), torch.cat(logits), sums
 
@@ -71,11 +121,18 @@ def error(got, want) -> float:
 
 def errors(folder: Path, attention: str) -> dict[str, float]:
     case = load_file(folder / "case.safetensors")
+    exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+    chosen = record(exact, case) if routers(exact) else None
+
+    def replay(model):
+        return Replay(model, chosen) if chosen else None
+
     model = load(folder, attention)
-    loss, logits, grads = gradients(model, case, dict(model.named_parameters()))
+    loss, logits, grads = gradients(model, case, dict(model.named_parameters()), replay(model))
     got = {"logits": logits, "loss_mean": loss, **{f"grad.{name}": g for name, g in grads.items()}}
 
     model = PeftModel.from_pretrained(load(folder, attention), folder / "adapter_after_6_steps", is_trainable=True).train()
+    replaying = replay(model)
     adapters = adapter_parameters(model)
     with torch.no_grad():
         for name, p in adapters.items():
@@ -83,7 +140,7 @@ def errors(folder: Path, attention: str) -> dict[str, float]:
     optimizer = torch.optim.AdamW(adapters.values(), lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
     losses = []
     for step in range(STEPS):
-        loss, _, grads = gradients(model, case, adapters)
+        loss, _, grads = gradients(model, case, adapters, replaying)
         losses.append(loss)
         if step == 0:
             got |= {f"lora_grad.{name}": g for name, g in grads.items()}

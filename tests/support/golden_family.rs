@@ -8,7 +8,8 @@ use std::sync::atomic::AtomicBool;
 
 use tandem::data::pack::PackedBatch;
 use tandem::formats::safetensors::SafetensorsFile;
-use tandem::layers::parameter::Grads;
+use tandem::layers::moe::Choices;
+use tandem::layers::parameter::{Grads, Parameter};
 use tandem::model::loading::Checkpoint;
 use tandem::model::transformer::{PassOptions, Transformer};
 use tandem::ops::cross_entropy::LossSum;
@@ -76,27 +77,13 @@ pub struct Family {
 }
 
 impl Family {
-    /// Every dense family below the golden folder. Families of architectures that the engine does not train must be refused with a reason.
+    /// Every family below the golden folder.
     pub fn all() -> Vec<Self> {
         let mut families = Vec::new();
         let mut folders: Vec<PathBuf> =
             std::fs::read_dir(golden()).unwrap().map(|entry| entry.unwrap().path()).collect();
         folders.sort();
         for folder in folders.into_iter().filter(|folder| folder.join("case.safetensors").exists()) {
-            let name = folder.file_name().unwrap().to_string_lossy().into_owned();
-            let config: serde_json::Value =
-                serde_json::from_str(&std::fs::read_to_string(folder.join("config.json")).unwrap()).unwrap();
-            if !["llama", "mistral", "qwen2", "qwen3"].contains(&config["model_type"].as_str().unwrap()) {
-                let refusal = Checkpoint::open(&folder)
-                    .err()
-                    .unwrap_or_else(|| panic!("{name} opened but is not a dense family"));
-                println!("{name}: not a dense family, refused: {refusal:#}");
-                assert!(
-                    format!("{refusal:#}").contains("supported"),
-                    "the refusal of {name} must say what is supported: {refusal:#}"
-                );
-                continue;
-            }
             families.push(Self::at(&folder));
         }
         assert!(!families.is_empty(), "no family below {}", golden().display());
@@ -136,19 +123,58 @@ impl Family {
         Transformer::load(&Checkpoint::open(&self.folder).unwrap(), device, &mut |_, _| {}).unwrap()
     }
 
-    /// r and lora_alpha of the reference adapter.
+    /// r, lora_alpha and targets of the reference adapter.
     pub fn method(&self) -> MethodConfig {
-        let text = std::fs::read_to_string(self.folder.join("adapter_after_6_steps/adapter_config.json")).unwrap();
+        self.method_of("adapter_after_6_steps")
+    }
+
+    /// Those of the adapter in a folder of the family.
+    pub fn method_of(&self, adapter: &str) -> MethodConfig {
+        let text = std::fs::read_to_string(self.folder.join(adapter).join("adapter_config.json")).unwrap();
         let config: serde_json::Value = serde_json::from_str(&text).unwrap();
         let mut target_modules: Vec<String> = serde_json::from_value(config["target_modules"].clone()).unwrap();
         target_modules.sort();
+        let target_parameters = config.get("target_parameters").filter(|targets| !targets.is_null());
         MethodConfig {
+            target_parameters: target_parameters.map(|t| serde_json::from_value(t.clone()).unwrap()).unwrap_or_default(),
             r: config["r"].as_u64().unwrap() as usize,
             lora_alpha: config["lora_alpha"].as_f64().unwrap(),
             use_rslora: config["use_rslora"].as_bool().unwrap(),
             target_modules,
             ..MethodConfig::default()
         }
+    }
+
+    /// The reference gradient of a parameter, in the order of the engine's: gpt-oss keeps weights of experts as [experts, in, out].
+    pub fn gradient(&self, parameter: &Parameter) -> Vec<f32> {
+        let values = self.f32s(&format!("grad.{}", parameter.name));
+        let text = std::fs::read_to_string(self.folder.join("config.json")).unwrap();
+        let config: serde_json::Value = serde_json::from_str(&text).unwrap();
+        match parameter.shape[..] {
+            [_, out, inner] if config["model_type"] == "gpt_oss" => {
+                let of_expert = |values: &[f32]| (0..out * inner).map(|i| values[i % inner * out + i / inner]).collect();
+                values.chunks_exact(out * inner).flat_map::<Vec<f32>, _>(of_expert).collect()
+            }
+            _ => values,
+        }
+    }
+
+    /// The choices of experts in f32 for the family's batch, with some for padding behind it; `None` in a dense family.
+    pub fn choices(&self) -> Option<Vec<Vec<i32>>> {
+        let mut model = self.model(&device(2));
+        let k = model.config().moe.as_ref()?.num_experts_per_tok as i32;
+        model.set_choices(Some(Choices::default()));
+        let batch = upload(&model, &self.batch()).unwrap();
+        model.losses(&batch, &NEVER).unwrap();
+        let mut noted = model.choices().unwrap().noted.lock().unwrap().clone();
+        noted.iter_mut().for_each(|layer| layer.extend((0..64 * k).map(|i| i % k)));
+        Some(noted)
+    }
+
+    /// Lets a model take the choices of experts of f32, where it has any: a close choice that falls otherwise says nothing about arithmetic.
+    pub fn replay(&self, model: &mut Transformer) {
+        let choices = self.choices().map(|given| Choices { given: Some(given), ..Choices::default() });
+        model.set_choices(choices);
     }
 
     /// A trainer with the reference's adapter at its start values; on a GPU its passes are recorded.
@@ -297,6 +323,7 @@ pub fn bf16_deviations(family: &Family, device: &Device, path: AttentionPath, ml
     let memory = MemoryPolicy { mlp_rows, ..MemoryPolicy::default() };
     model.set_attention_path(path);
     model.set_mlp_rows(mlp_rows);
+    family.replay(&mut model);
     let uploaded = upload(&model, &batch).unwrap();
     let rows: Vec<i32> = (0..batch.input_ids.len() as i32).collect();
     let logits = model.logits(&uploaded, &rows, &NEVER).unwrap();
@@ -308,12 +335,13 @@ pub fn bf16_deviations(family: &Family, device: &Device, path: AttentionPath, ml
     ours.insert("loss_mean".into(), error(&[mean], &family.f32s("loss_mean")));
     for (id, parameter) in model.params().iter() {
         let name = format!("grad.{}", parameter.name);
-        let error = error(&grads.get(id).unwrap().to_vec(), &family.f32s(&name));
+        let error = error(&grads.get(id).unwrap().to_vec(), &family.gradient(parameter));
         ours.insert(name, error);
     }
 
     let mut trainer = family.lora_trainer(device, Activations::Recompute);
     trainer.set_switches(Switches { attention: path, memory, ..trainer.switches() });
+    family.replay(trainer.model_mut());
     let mut losses = Vec::new();
     for step in 0..family.f32s("lora_loss").len() {
         let report = trainer.step_and_wait(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap().unwrap();
