@@ -11,9 +11,15 @@ use super::starter;
 use crate::base::error::Result;
 use crate::base::units;
 use crate::data::tokenizer::Tokenizer;
+use crate::formats::peft::expert_targets;
 use crate::model::config::ModelConfig;
 use crate::model::loading::Checkpoint;
 use crate::train::config::{MethodConfig, MethodKind};
+
+/// The word for all projections.
+const ALL_LINEAR: &str = "all-linear";
+/// The projections of an MLP.
+const MLP: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
 
 /// A model as shown before training.
 #[derive(Debug, Clone, PartialEq)]
@@ -44,8 +50,10 @@ pub struct ModelInfo {
     pub bytes: u64,
     /// Whether the output projection is the embedding.
     pub tied: bool,
-    /// Projections of a block with their outputs and inputs: `("q_proj", 576, 576)`.
+    /// Projections of a block with their outputs and inputs: `("q_proj", 576, 576)`; those of an MLP only where a block has one.
     pub projections: Vec<(&'static str, usize, usize)>,
+    /// The experts of its blocks; `None` for a dense model.
+    pub experts: Option<ExpertsInfo>,
     /// Whether the model brings a chat template.
     pub has_chat_template: bool,
     /// The token that ends an answer, as text.
@@ -56,21 +64,66 @@ pub struct ModelInfo {
     pub warnings: Vec<String>,
 }
 
+/// The routed experts of a model.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ExpertsInfo {
+    /// Experts of a block.
+    pub num_experts: usize,
+    /// Experts of a token.
+    pub num_experts_per_tok: usize,
+    /// Which blocks have them; the others have an MLP.
+    pub layers: Vec<bool>,
+    /// Weights of one expert with their outputs and inputs: `("gate_up_proj", 1536, 2048)`.
+    pub projections: [(&'static str, usize, usize); 2],
+}
+
+impl ExpertsInfo {
+    /// Blocks that have experts.
+    pub fn num_layers(&self) -> usize {
+        self.layers.iter().filter(|has| **has).count()
+    }
+
+    /// `32 experts, 4 a token`, and in how many blocks where it is not all.
+    pub fn describe(&self) -> String {
+        let words = format!("{} experts, {} a token", self.num_experts, self.num_experts_per_tok);
+        match self.num_layers() {
+            all if all == self.layers.len() => words,
+            some => format!("{words}, in {some} of {} layers", self.layers.len()),
+        }
+    }
+}
+
 impl ModelInfo {
+    /// Whether some block has an MLP, so that its projections can have adapters.
+    pub fn has_mlp(&self) -> bool {
+        self.experts.as_ref().is_none_or(|experts| experts.num_layers() < self.num_hidden_layers)
+    }
+
     /// Weights that a method trains.
     pub fn num_trainable(&self, method: &MethodConfig) -> u64 {
         if method.kind == MethodKind::Full {
             return self.num_parameters;
         }
+        let chosen = &method.layers_to_transform;
+        let layers = (0..self.num_hidden_layers).filter(|layer| chosen.is_empty() || chosen.contains(layer));
+        layers.map(|layer| self.num_trainable_in(layer, method)).sum()
+    }
+
+    /// Weights of adapters in a block that has them.
+    fn num_trainable_in(&self, layer: usize, method: &MethodConfig) -> u64 {
         let targets = &method.target_modules;
-        let all = targets.iter().any(|target| target == "all-linear");
-        let chosen = self.projections.iter().filter(|(name, ..)| all || targets.iter().any(|target| target == name));
-        let per_block: u64 = chosen.map(|(_, outputs, inputs)| (method.r * (outputs + inputs)) as u64).sum();
-        let blocks = match method.layers_to_transform.len() {
-            0 => self.num_hidden_layers,
-            chosen => chosen,
-        };
-        per_block * blocks as u64
+        let all = targets.iter().any(|target| target == ALL_LINEAR);
+        let experts = self.experts.as_ref().filter(|experts| experts.layers.get(layer) == Some(&true));
+        let is_there = |name: &str| experts.is_none() || !MLP.contains(&name);
+        let wanted = |name: &str| all || targets.iter().any(|target| target == name);
+        let linears = self.projections.iter().filter(|(name, ..)| is_there(name) && wanted(name));
+        let of_linears: usize = linears.map(|(_, outputs, inputs)| method.r * (outputs + inputs)).sum();
+        let of_experts = experts.map_or(0, |experts| {
+            let on = expert_targets(&method.target_parameters).unwrap_or_default();
+            let weights = experts.projections.iter().zip(on).filter(|(_, on)| *on);
+            weights.map(|((_, outputs, inputs), _)| experts.num_experts * method.r * (outputs + inputs)).sum()
+        });
+        (of_linears + of_experts) as u64
     }
 }
 
@@ -121,6 +174,7 @@ pub fn inspect(path: &Path) -> Result<ModelInfo> {
         bytes: checkpoint.bytes_on_disk(),
         tied: config.tie_word_embeddings,
         projections: projections(config),
+        experts: experts(config),
         has_chat_template,
         end_token: eos.first().and_then(|id| tokenizer.token(*id)),
         pad_differs,
@@ -140,6 +194,19 @@ fn projections(config: &ModelConfig) -> Vec<(&'static str, usize, usize)> {
         ("up_proj", mlp, hidden),
         ("down_proj", hidden, mlp),
     ]
+}
+
+fn experts(config: &ModelConfig) -> Option<ExpertsInfo> {
+    let (moe, hidden) = (config.moe.as_ref()?, config.hidden_size);
+    Some(ExpertsInfo {
+        num_experts: moe.num_experts,
+        num_experts_per_tok: moe.num_experts_per_tok,
+        layers: moe.layers.clone(),
+        projections: [
+            ("gate_up_proj", 2 * moe.moe_intermediate_size, hidden),
+            ("down_proj", hidden, moe.moe_intermediate_size),
+        ],
+    })
 }
 
 /// Name of a model for people: the file without `.gguf`, the folder, or the repository for a Hugging Face snapshot.

@@ -21,15 +21,36 @@ const TEMPLATE: &str = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '
 /// Writes a llama model of two small blocks with random weights and a tokenizer of bytes into `folder/tiny model`; the
 /// space and the letter beyond ASCII in the name are there on purpose.
 pub fn tiny_model(folder: &Path) -> PathBuf {
-    let path = folder.join("tiny módel");
+    write_model(
+        folder.join("tiny módel"),
+        &json!({
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+            "vocab_size": 256 + SPECIALS.len(), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+            "max_position_embeddings": 512, "tie_word_embeddings": false, "attention_bias": false, "mlp_bias": false,
+            "bos_token_id": 256, "eos_token_id": 258, "torch_dtype": "float32",
+        }),
+    )
+}
+
+/// As [`tiny_model`], a Qwen3-MoE model: of `layers` blocks each has 6 experts, 2 a token, but for those of `dense`.
+pub fn tiny_sparse_model(folder: &Path, layers: usize, dense: &[usize]) -> PathBuf {
+    write_model(
+        folder.join("tiny mixtüre"),
+        &json!({
+            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu",
+            "vocab_size": 256 + SPECIALS.len(), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": layers,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+            "max_position_embeddings": 512, "tie_word_embeddings": false, "attention_bias": false,
+            "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": true,
+            "decoder_sparse_step": 1, "mlp_only_layers": dense, "bos_token_id": 256, "eos_token_id": 258,
+            "torch_dtype": "float32",
+        }),
+    )
+}
+
+fn write_model(path: PathBuf, config: &Value) -> PathBuf {
     fs::create_dir_all(&path).unwrap();
-    let config = json!({
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-        "vocab_size": 256 + SPECIALS.len(), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-        "max_position_embeddings": 512, "tie_word_embeddings": false, "attention_bias": false, "mlp_bias": false,
-        "bos_token_id": 256, "eos_token_id": 258, "torch_dtype": "float32",
-    });
     fs::write(path.join("config.json"), config.to_string()).unwrap();
     write_weights(&path);
     fs::write(path.join("tokenizer.json"), tokenizer().to_string()).unwrap();

@@ -23,20 +23,53 @@ fn a_model_folder_tells_its_shape_and_tokens() {
 }
 
 #[test]
-fn trainable_weights_are_those_the_trainer_trains() {
+fn experts_are_told_with_the_blocks_that_have_them() {
     let folder = tempfile::tempdir().unwrap();
-    let path = support::tiny_model(folder.path());
-    let info = inspect(&path).unwrap();
-    let some = |targets: &[&str], layers: &[usize]| MethodConfig {
+    let info = inspect(&support::tiny_sparse_model(folder.path(), 3, &[1])).unwrap();
+    let experts = info.experts.as_ref().unwrap();
+    assert_eq!(experts.describe(), "6 experts, 2 a token, in 2 of 3 layers");
+    assert_eq!(experts.layers, [true, false, true]);
+    assert_eq!(experts.projections, [("gate_up_proj", 48, 32), ("down_proj", 32, 24)]);
+    assert!(info.has_mlp());
+    assert_eq!(info.bytes, info.num_parameters * 4);
+    let info = inspect(&support::tiny_sparse_model(folder.path(), 2, &[])).unwrap();
+    assert_eq!(info.experts.as_ref().unwrap().describe(), "6 experts, 2 a token");
+    assert!(!info.has_mlp());
+    let dense = inspect(&support::tiny_model(folder.path())).unwrap();
+    assert!(dense.experts.is_none() && dense.has_mlp());
+}
+
+fn method(targets: &[&str], parameters: &[&str], layers: &[usize]) -> MethodConfig {
+    let words = |list: &[&str]| list.iter().map(|word| (*word).to_owned()).collect();
+    MethodConfig {
         r: 4,
-        target_modules: targets.iter().map(|target| (*target).to_owned()).collect(),
+        target_modules: words(targets),
+        target_parameters: words(parameters),
         layers_to_transform: layers.to_vec(),
         ..MethodConfig::default()
-    };
+    }
+}
+
+#[test]
+fn trainable_weights_are_those_the_trainer_trains() {
+    let folder = tempfile::tempdir().unwrap();
     let full = MethodConfig { kind: MethodKind::Full, ..MethodConfig::default() };
-    for method in [some(&["all-linear"], &[]), some(&["q_proj", "down_proj"], &[1]), full] {
+    let dense = support::tiny_model(folder.path());
+    let sparse = support::tiny_sparse_model(folder.path(), 3, &[1]);
+    let (gate_up, down) = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj");
+    for (path, method) in [
+        (&dense, method(&["all-linear"], &[], &[])),
+        (&dense, method(&["q_proj", "down_proj"], &[], &[1])),
+        (&dense, full.clone()),
+        (&sparse, method(&["all-linear"], &[], &[])),
+        (&sparse, method(&["q_proj", "down_proj"], &[down], &[1, 2])),
+        (&sparse, method(&["v_proj"], &[gate_up, down], &[])),
+        (&sparse, method(&[], &[gate_up], &[0])),
+        (&sparse, full),
+    ] {
+        let info = inspect(path).unwrap();
         let device = Device::cpu(1, Precision::F32).unwrap();
-        let model = Transformer::load(&Checkpoint::open(&path).unwrap(), &device, &mut |_, _| {}).unwrap();
+        let model = Transformer::load(&Checkpoint::open(path).unwrap(), &device, &mut |_, _| {}).unwrap();
         let setup = TrainerSetup {
             method: method.clone(),
             optimizer: OptimizerConfig::default(),
