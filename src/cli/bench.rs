@@ -104,7 +104,8 @@ pub struct BenchArgs {
     /// One JSON object a row.
     #[arg(long)]
     json: bool,
-    /// Compare instead, each against its baseline, in pairs of blocks of --steps steps: cache, cache-fused, buffers, offload, keep, attention, graphs, all.
+    /// Compare instead, each against its baseline, in pairs of blocks of --steps steps: cache, cache-fused, buffers, offload, keep, attention,
+    /// routing, routing-sorted, graphs, all.
     #[arg(long, value_delimiter = ',', value_name = "WORDS", conflicts_with_all = ["ops", "warmup", "trace"])]
     vary: Vec<Variation>,
     /// Pairs of blocks of a comparison.

@@ -20,7 +20,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// Flags of `tandem compare`.
 #[derive(Args)]
 pub struct CompareArgs {
-    /// What to vary, each a comparison of its own: cache, cache-fused, buffers, offload, keep, attention, graphs, all.
+    /// What to vary, each a comparison of its own: cache, cache-fused, buffers, offload, keep, attention, routing, routing-sorted, graphs,
+    /// all.
     #[arg(long, value_delimiter = ',', value_name = "WORDS", default_value = "all")]
     vary: Vec<Variation>,
     /// Pairs of blocks, run in the order A B B A.

@@ -290,7 +290,7 @@ impl TandemApp {
                 self.live.ui(ui, run, found, &mut context);
             }
             Screen::Compare => {
-                self.compare.ui(ui, self.comparison.as_ref(), || self.setup.config_or_problem(), &mut context);
+                self.compare.ui(ui, self.comparison.as_ref(), || self.setup.subject(), &mut context);
             }
             Screen::Runs => self.runs.ui(ui, &mut context),
         }

@@ -106,7 +106,8 @@ fn optimization(variation: Variation) -> Option<Optimization> {
         Variation::Keep => Some(Optimization::KeepActivations),
         Variation::Attention => Some(Optimization::VarlenAttention),
         Variation::Graphs => Some(Optimization::CudaGraphs),
-        Variation::CacheFused | Variation::All => None,
+        Variation::Routing => Some(Optimization::GroupedRouting),
+        Variation::CacheFused | Variation::RoutingSorted | Variation::All => None,
     }
 }
 

@@ -61,7 +61,7 @@ pub struct Theme {
     /// Fill of an error banner.
     pub err_bg: Color32,
     /// Phase colours, in the order of [`Phase::ALL`].
-    phases: [Color32; 10],
+    phases: [Color32; Phase::ALL.len()],
     /// Colours of runs in an overlay; the first is this run's.
     pub runs: [Color32; 4],
 }
@@ -100,6 +100,7 @@ pub const DARK: Theme = Theme {
         rgb(0x62CFFF),
         rgb(0x4C8AEC),
         rgb(0x9D70AB),
+        rgb(0xA59BD9),
         rgb(0xB1DA7C),
         rgb(0xD28A21),
         rgb(0xCF4325),
@@ -141,6 +142,7 @@ pub const LIGHT: Theme = Theme {
         rgb(0x1C9AD3),
         rgb(0x1F6BC9),
         rgb(0x70337E),
+        rgb(0x4D23B7),
         rgb(0x4B6F39),
         rgb(0xBF852F),
         rgb(0xCE1D0C),

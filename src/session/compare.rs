@@ -17,6 +17,7 @@ use std::sync::atomic::AtomicBool;
 
 use anyhow::{bail, ensure};
 
+use self::arms::Ground;
 pub use self::handle::{CompareHandle, start};
 pub use self::html::html;
 pub use self::report::{
@@ -62,6 +63,7 @@ struct Measured<'a> {
     /// Share of the pairs of tokens of a pack that are of one document: what attention has to visit.
     pair_share: f64,
     arms: [Arm; 2],
+    ground: Ground,
     /// What must be on in arm A.
     needed: Vec<Optimization>,
     pairs_planned: usize,
@@ -84,7 +86,7 @@ pub fn compare_all(
     stop: &AtomicBool,
 ) -> Result<()> {
     for &variation in &options.vary {
-        arms::arms(variation, trainer.switches(), trainer.model().device())?;
+        arms::arms(variation, trainer.switches(), Ground::of(trainer.model()))?;
     }
     for &variation in &options.vary {
         let Some(report) = compare(trainer, subject, variation, options, on_event, stop)? else { break };
@@ -113,7 +115,8 @@ pub fn compare(
     ensure!(subject.batches.len() == options.num_steps(), "a block takes {} steps", options.num_steps());
     trainer.flush()?;
     let (base, snapshot) = (trainer.switches(), trainer.snapshot());
-    let (arms, notes) = arms::arms(variation, base, trainer.model().device())?;
+    let ground = Ground::of(trainer.model());
+    let (arms, notes) = arms::arms(variation, base, ground)?;
     let measured = Measured {
         variation,
         subject,
@@ -121,7 +124,8 @@ pub fn compare(
         num_blocks: trainer.model().config().num_hidden_layers,
         pair_share: models::pair_share(subject.batches),
         arms,
-        needed: arms::needed(variation, base),
+        needed: arms::needed(variation, base, ground),
+        ground,
         pairs_planned: options.pairs,
         notes,
         memory: [ArmMemory::default(); 2],

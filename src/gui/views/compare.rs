@@ -17,6 +17,7 @@ use egui::accesskit::Role;
 use egui::{Align, Align2, Layout, Margin, Rect, ScrollArea, Sense, Ui, UiBuilder, WidgetInfo, pos2, vec2};
 
 use self::form::Form;
+use super::setup::Subject;
 use super::welcome::progress_bar;
 use super::{Request, ViewContext};
 use crate::gui::app::take_ready;
@@ -25,7 +26,6 @@ use crate::gui::theme::Theme;
 use crate::gui::widgets::{Button, Tile, describe, label, rule, segmented, text};
 use crate::gui::{fonts, icons};
 use crate::session::compare::CompareReport;
-use crate::session::config::RunConfig;
 use crate::session::runtime::Task;
 
 /// Height of the screen's header.
@@ -49,12 +49,12 @@ impl CompareView {
         self.shown = None;
     }
 
-    /// Draws the screen. `config` gives the configuration of Set up, and what is wrong with it.
+    /// Draws the screen. `subject` gives what Set up holds.
     pub fn ui(
         &mut self,
         ui: &mut Ui,
         comparison: Option<&CurrentComparison>,
-        config: impl FnOnce() -> (RunConfig, Option<String>),
+        subject: impl FnOnce() -> Subject,
         context: &mut ViewContext<'_>,
     ) {
         match take_ready(&mut self.exporting) {
@@ -67,7 +67,7 @@ impl CompareView {
         ui.painter().rect_filled(body, 0, theme.bg1);
         let (top, rest) = body.split_top_bottom_at_y(body.top() + HEADER);
         let Some(comparison) = comparison.filter(|comparison| comparison.is_running() || !self.asks) else {
-            self.ask(ui, top, rest, comparison.is_some(), config, context);
+            self.ask(ui, top, rest, comparison.is_some(), subject, context);
             return;
         };
         let found = &comparison.found;
@@ -90,7 +90,7 @@ impl CompareView {
         top: Rect,
         rest: Rect,
         has_results: bool,
-        config: impl FnOnce() -> (RunConfig, Option<String>),
+        subject: impl FnOnce() -> Subject,
         context: &mut ViewContext<'_>,
     ) {
         titles(
@@ -103,8 +103,7 @@ impl CompareView {
         if has_results && buttons.add(Button::new("Show results").icon(icons::GIT_DIFF)).clicked() {
             self.asks = false;
         }
-        let (config, problem) = config();
-        self.form.show(ui, rest, &config, problem, context);
+        self.form.show(ui, rest, subject(), context);
     }
 
     fn header(

@@ -58,6 +58,17 @@ pub struct SetupView {
     looked_for_models: bool,
 }
 
+/// What a comparison would be made on.
+#[derive(Debug)]
+pub struct Subject {
+    /// The configuration of Set up.
+    pub config: RunConfig,
+    /// What is wrong with it, in words.
+    pub problem: Option<String>,
+    /// Whether its model was looked at and has no experts.
+    pub is_dense: bool,
+}
+
 impl Default for SetupView {
     fn default() -> Self {
         Self {
@@ -95,10 +106,12 @@ impl SetupView {
         (config, problems.is_empty())
     }
 
-    /// The configuration that the fields make, and what is wrong with it, in words.
-    pub fn config_or_problem(&self) -> (RunConfig, Option<String>) {
+    /// The configuration that the fields make, for the screen of comparisons.
+    pub fn subject(&self) -> Subject {
         let (config, problems) = self.form.config();
-        (config, problems.first().map(start_tile::in_words))
+        let model = self.jobs.model.of(&config.model.path);
+        let is_dense = model.is_some_and(|model| model.experts.is_none());
+        Subject { config, problem: problems.first().map(start_tile::in_words), is_dense }
     }
 
     fn choose_model(&mut self, path: &Path) {

@@ -4,18 +4,56 @@ use anyhow::ensure;
 
 use super::report::{Arm, Setting, Variation};
 use crate::base::error::Result;
+use crate::model::transformer::Transformer;
 use crate::tensor::Device;
 use crate::train::config::{Activations, AttentionPath, Dequantized, Metadata, Placement, Routing};
 use crate::train::report::Optimization;
 use crate::train::switches::Switches;
 
+/// What a comparison is made on, as far as it decides what there is to compare.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Ground {
+    /// Whether it runs on a GPU.
+    pub on_gpu: bool,
+    /// Whether the model has routed experts.
+    pub has_experts: bool,
+}
+
+impl Ground {
+    /// What `model` stands on.
+    pub(super) fn of(model: &Transformer) -> Self {
+        Self { on_gpu: matches!(model.device(), Device::Cuda(_)), has_experts: model.routing().is_some() }
+    }
+
+    /// Why layers of an arm read the host within a pass, if they do: without what.
+    fn reads_host(self, arm: &Switches) -> [Option<&'static str>; 2] {
+        [
+            (arm.metadata.metadata != Metadata::Cached).then_some("the metadata cache"),
+            (self.has_experts && arm.routing != Routing::Grouped).then_some("grouped routing"),
+        ]
+    }
+
+    /// Whether both arms add in the same order, so that they give the same bits. On a GPU a grouped product of all experts and a product for each of
+    /// them are different kernels.
+    pub(super) fn adds_alike(self, [a, b]: [&Switches; 2]) -> bool {
+        let grouped = |arm: &Switches| arm.routing == Routing::Grouped;
+        let products = !(self.on_gpu && self.has_experts) || grouped(a) == grouped(b);
+        products && a.attention == b.attention
+    }
+}
+
 /// Both arms of a variation around `base`, and what had to be changed in both of them, in words.
 ///
 /// # Errors
-/// When there is nothing to compare on this device.
-pub(super) fn arms(variation: Variation, base: Switches, device: &Device) -> Result<([Arm; 2], Vec<String>)> {
-    let on_gpu = matches!(device, Device::Cuda(_));
+/// When there is nothing to compare on this ground.
+pub(super) fn arms(variation: Variation, base: Switches, ground: Ground) -> Result<([Arm; 2], Vec<String>)> {
+    let Ground { on_gpu, has_experts } = ground;
     ensure!(on_gpu || variation != Variation::Graphs, "CUDA graphs cannot be compared: there is no GPU in this run");
+    ensure!(
+        has_experts || !variation.needs_experts(),
+        "{} cannot be compared: this model is dense, it has no experts to route to",
+        variation.name()
+    );
     let (mut a, mut b) = (base, base);
     match variation {
         Variation::Cache | Variation::CacheFused => {
@@ -29,14 +67,20 @@ pub(super) fn arms(variation: Variation, base: Switches, device: &Device) -> Res
         Variation::Offload => (a.activations, b.activations) = (Activations::Offload, Activations::Recompute),
         Variation::Keep => (a.activations, b.activations) = (Activations::Keep, Activations::Recompute),
         Variation::Attention => (a.attention, b.attention) = (AttentionPath::Varlen, AttentionPath::Masked),
+        Variation::Routing => (a.routing, b.routing) = (Routing::Grouped, Routing::PerExpert),
+        Variation::RoutingSorted => (a.routing, b.routing) = (Routing::Sorted, Routing::PerExpert),
         Variation::Graphs => {
             (a.cuda_graphs, b.cuda_graphs) = (true, false);
-            // Without the cache nothing can be recorded.
+            // Without the cache and grouped routing nothing can be recorded.
             (a.metadata.metadata, b.metadata.metadata) = (Metadata::Cached, Metadata::Cached);
+            (a.routing, b.routing) = (Routing::Grouped, Routing::Grouped);
         }
         Variation::All => {
             (a.metadata.metadata, b.metadata.metadata) = (Metadata::Cached, Metadata::Published);
             (a.attention, b.attention) = (AttentionPath::Varlen, AttentionPath::Masked);
+            if has_experts {
+                (a.routing, b.routing) = (Routing::Grouped, Routing::PerExpert);
+            }
             match base.activations {
                 Activations::Offload => (a.offload.buffers, b.offload.buffers) = (2, 1),
                 Activations::Keep => b.activations = Activations::Recompute,
@@ -45,15 +89,16 @@ pub(super) fn arms(variation: Variation, base: Switches, device: &Device) -> Res
         }
     }
     let mut notes = Vec::new();
-    let reads_host = [&a, &b].iter().any(|arm| arm.metadata.metadata != Metadata::Cached);
-    if reads_host && on_gpu && base.cuda_graphs {
-        notes.push(
-            "neither arm uses CUDA graphs: without the metadata cache the host acts within a pass, which cannot be \
-             recorded, and the arms should differ in nothing else"
-                .into(),
-        );
+    let [of_a, of_b] = [&a, &b].map(|arm| ground.reads_host(arm));
+    let without: Vec<&str> = of_a.into_iter().zip(of_b).filter_map(|(a, b)| a.or(b)).collect();
+    if !without.is_empty() && on_gpu && base.cuda_graphs {
+        notes.push(format!(
+            "neither arm uses CUDA graphs: without {} the host acts within a pass, which cannot be recorded, and the arms \
+             should differ in nothing else",
+            without.join(" and ")
+        ));
     }
-    if reads_host {
+    if !without.is_empty() {
         (a.cuda_graphs, b.cuda_graphs) = (false, false);
     }
     let (on, off) = descriptions(variation);
@@ -73,19 +118,28 @@ fn descriptions(variation: Variation) -> (&'static str, &'static str) {
         Variation::Offload => ("inputs of blocks in host memory", "inputs of blocks on the device"),
         Variation::Keep => ("everything kept", "computed again in the backward pass"),
         Variation::Attention => ("only pairs that see each other", "a T×T mask, read for every pair"),
+        Variation::Routing => {
+            ("counts stay on the device, one grouped product", "a search and a read an expert, as published")
+        }
+        Variation::RoutingSorted => {
+            ("one sort and one read for all experts", "a search and a read an expert, as published")
+        }
         Variation::Graphs => ("two launches a pass", "every kernel queued by the host"),
         Variation::All => ("everything on", "published baselines"),
     }
 }
 
 /// The optimizations that must be on in arm A, or there is nothing to compare.
-pub(super) fn needed(variation: Variation, base: Switches) -> Vec<Optimization> {
+pub(super) fn needed(variation: Variation, base: Switches, ground: Ground) -> Vec<Optimization> {
     match variation {
         Variation::Cache | Variation::CacheFused => vec![Optimization::MetadataCache],
         Variation::Buffers => vec![Optimization::ActivationOffload, Optimization::DoubleBuffer],
         Variation::Offload => vec![Optimization::ActivationOffload],
         Variation::Keep => vec![Optimization::KeepActivations],
         Variation::Attention => vec![Optimization::VarlenAttention],
+        Variation::Routing => vec![Optimization::GroupedRouting],
+        // Neither arm is grouped.
+        Variation::RoutingSorted => Vec::new(),
         Variation::Graphs => vec![Optimization::CudaGraphs],
         Variation::All => {
             let activations = match base.activations {
@@ -94,7 +148,8 @@ pub(super) fn needed(variation: Variation, base: Switches) -> Vec<Optimization> 
                 Activations::Recompute => None,
             };
             let all = [Optimization::MetadataCache, Optimization::VarlenAttention];
-            all.into_iter().chain(activations).collect()
+            let routing = ground.has_experts.then_some(Optimization::GroupedRouting);
+            all.into_iter().chain(activations).chain(routing).collect()
         }
     }
 }
@@ -147,10 +202,20 @@ fn fields(switches: &Switches) -> [(&'static str, String); 15] {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ops::testing::cpu;
+
+    const DENSE: Ground = Ground { on_gpu: false, has_experts: false };
+    const SPARSE: Ground = Ground { on_gpu: false, has_experts: true };
+
+    fn both_on(ground: Ground, variation: Variation, base: Switches) -> [Switches; 2] {
+        arms(variation, base, ground).unwrap().0.map(|arm| arm.switches)
+    }
 
     fn both(variation: Variation, base: Switches) -> [Switches; 2] {
-        arms(variation, base, &cpu(1)).unwrap().0.map(|arm| arm.switches)
+        both_on(DENSE, variation, base)
+    }
+
+    fn differing([a, b]: [Switches; 2]) -> Vec<String> {
+        settings([&a, &b]).into_iter().map(|setting| setting.field).collect()
     }
 
     #[test]
@@ -165,11 +230,41 @@ mod tests {
             (Variation::Attention, &["train.attention"]),
             (Variation::All, &["train.activations", "train.attention", "optimizations.metadata_cache"]),
         ] {
-            let [a, b] = both(variation, base);
-            let found: Vec<String> = settings([&a, &b]).into_iter().map(|setting| setting.field).collect();
-            assert_eq!(found, fields, "{variation:?}");
+            assert_eq!(differing(both(variation, base)), fields, "{variation:?}");
         }
-        assert!(arms(Variation::Graphs, base, &cpu(1)).unwrap_err().to_string().contains("no GPU"));
+        assert!(arms(Variation::Graphs, base, DENSE).unwrap_err().to_string().contains("no GPU"));
+    }
+
+    #[test]
+    fn routing_is_varied_where_there_are_experts() {
+        let base = Switches::default();
+        let routing = ["optimizations.grouped_routing", "optimizations.routing_baseline"];
+        assert_eq!(differing(both_on(SPARSE, Variation::Routing, base)), routing);
+        // Both are off, in one way and the other.
+        assert_eq!(differing(both_on(SPARSE, Variation::RoutingSorted, base)), routing[1..]);
+        let of = |variation| both_on(SPARSE, variation, base).map(|arm| arm.routing);
+        assert_eq!(of(Variation::Routing), [Routing::Grouped, Routing::PerExpert]);
+        assert_eq!(of(Variation::RoutingSorted), [Routing::Sorted, Routing::PerExpert]);
+        assert_eq!(of(Variation::All), [Routing::Grouped, Routing::PerExpert]);
+        assert_eq!(both(Variation::All, base).map(|arm| arm.routing), [Routing::Grouped; 2], "a dense model");
+        assert!(needed(Variation::All, base, SPARSE).contains(&Optimization::GroupedRouting));
+        assert!(!needed(Variation::All, base, DENSE).contains(&Optimization::GroupedRouting));
+        for variation in [Variation::Routing, Variation::RoutingSorted] {
+            let error = arms(variation, base, DENSE).unwrap_err().to_string();
+            assert!(error.ends_with("this model is dense, it has no experts to route to"), "{error}");
+        }
+    }
+
+    #[test]
+    fn grouped_products_add_in_an_order_of_their_own_on_a_gpu() {
+        let gpu = Ground { on_gpu: true, ..SPARSE };
+        let alike = |ground: Ground, variation| {
+            let [a, b] = both_on(ground, variation, Switches::default());
+            ground.adds_alike([&a, &b])
+        };
+        assert!(alike(SPARSE, Variation::Routing) && !alike(gpu, Variation::Routing));
+        assert!(alike(gpu, Variation::RoutingSorted), "the same products, reached in two ways");
+        assert!(alike(gpu, Variation::Cache) && !alike(DENSE, Variation::Attention));
     }
 
     #[test]
@@ -183,6 +278,24 @@ mod tests {
         let mut base = Switches::default();
         base.metadata.metadata = Metadata::Fused;
         assert_eq!(both(Variation::Attention, base).map(|arm| arm.cuda_graphs), [false; 2]);
+        for variation in [Variation::Routing, Variation::RoutingSorted] {
+            let arms = both_on(SPARSE, variation, Switches::default());
+            assert_eq!(arms.map(|arm| arm.cuda_graphs), [false; 2], "{variation:?}");
+        }
+        // How a dense model would route makes no difference to it.
+        let base = Switches { routing: Routing::Sorted, ..Switches::default() };
+        assert_eq!(both(Variation::Attention, base).map(|arm| arm.cuda_graphs), [true; 2]);
+        assert_eq!(both_on(SPARSE, Variation::Attention, base).map(|arm| arm.cuda_graphs), [false; 2]);
+        let gpu = Ground { on_gpu: true, ..SPARSE };
+        let notes = |variation| arms(variation, Switches::default(), gpu).unwrap().1;
+        assert!(notes(Variation::All)[0].contains("without the metadata cache and grouped routing the host acts"));
+        assert!(notes(Variation::Routing)[0].contains("without grouped routing the host acts"));
+        assert!(notes(Variation::Keep).is_empty());
+        let graphs = both_on(gpu, Variation::Graphs, base);
+        assert_eq!(
+            graphs.map(|arm| (arm.cuda_graphs, arm.routing)),
+            [(true, Routing::Grouped), (false, Routing::Grouped)]
+        );
     }
 
     #[test]

@@ -13,6 +13,9 @@ const PUBLISHED_CACHE: &str = "steps/s +14.3 % (forward +43.3 %, backward +5.8 %
                                Qwen3-0.6B";
 /// Double-buffered offload, likewise.
 const PUBLISHED_BUFFERS: &str = "steps/s +8.40 % (8B), +6.70 % (14B), +4.61 % (32B) on a B200";
+/// Sorted routing over a search for each expert, likewise.
+const PUBLISHED_ROUTING: &str =
+    "10 to 15 % of a step for gpt-oss (forward +23 %, backward +13 %), sorted against a search for each expert";
 /// A prediction within this share of what was measured is right.
 const CLOSE: f64 = 0.2;
 
@@ -63,6 +66,9 @@ pub(super) fn predictions(measured: &Measured<'_>, report: &CompareReport) -> Ve
     let mut parts = vec![Variation::Cache];
     if a.attention != b.attention {
         parts.push(Variation::Attention);
+    }
+    if a.routing != b.routing {
+        parts.push(Variation::Routing);
     }
     match a.activations {
         Activations::Offload => parts.push(Variation::Buffers),
@@ -136,7 +142,7 @@ fn model(variation: Variation, measured: &Measured<'_>, report: &CompareReport) 
         }
         Variation::Keep => Model {
             formula: "−(recomputation of B)",
-            predicted_ms: recompute_ms(measured.paired()[1]).map(|ms| -ms),
+            predicted_ms: mean_phase_ms(measured.paired()[1], Phase::Recompute).map(|ms| -ms),
             published: None,
             why: "recomputation was not measured".into(),
         },
@@ -149,13 +155,22 @@ fn model(variation: Variation, measured: &Measured<'_>, report: &CompareReport) 
                 100.0 * measured.pair_share
             ),
         },
+        Variation::Routing | Variation::RoutingSorted => {
+            let [a, b] = measured.paired().map(|blocks| mean_phase_ms(blocks, Phase::Routing));
+            Model {
+                formula: "−(routing of B − routing of A)",
+                predicted_ms: a.zip(b).map(|(a, b)| a - b),
+                published: Some(PUBLISHED_ROUTING),
+                why: "routing was not measured".into(),
+            }
+        }
         Variation::Graphs => {
             let launches = |arm: usize| {
                 arm_mean(measured.paired()[arm], |steps| mean(steps, |step| Some(step.counters?.launches as f64)))
             };
             Model {
                 formula: "the device waits for the host less",
-                predicted_ms: host_wait_ms(measured.paired()[1]).map(|ms| -ms),
+                predicted_ms: mean_phase_ms(measured.paired()[1], Phase::HostWait).map(|ms| -ms),
                 published: None,
                 why: launches(1).map_or_else(String::new, |n| format!("{n:.0} launches a step in B")),
             }
@@ -164,12 +179,9 @@ fn model(variation: Variation, measured: &Measured<'_>, report: &CompareReport) 
     }
 }
 
-fn recompute_ms(blocks: &[Block]) -> Option<f64> {
-    arm_mean(blocks, |steps| mean(steps, |step| phase_ms(step, Phase::Recompute)))
-}
-
-fn host_wait_ms(blocks: &[Block]) -> Option<f64> {
-    arm_mean(blocks, |steps| mean(steps, |step| phase_ms(step, Phase::HostWait)))
+/// All of a phase in the mean step of an arm.
+fn mean_phase_ms(blocks: &[Block], phase: Phase) -> Option<f64> {
+    arm_mean(blocks, |steps| mean(steps, |step| phase_ms(step, phase)))
 }
 
 /// A model beside what was measured of the whole step.
@@ -202,6 +214,7 @@ fn why(predicted: f64, measured: f64, half: Option<f64>, report: &CompareReport)
         Variation::Cache | Variation::CacheFused => Some(Phase::Metadata),
         Variation::Buffers | Variation::Offload => Some(Phase::ExposedCopy),
         Variation::Keep => Some(Phase::Recompute),
+        Variation::Routing | Variation::RoutingSorted => Some(Phase::Routing),
         Variation::Graphs => Some(Phase::HostWait),
         Variation::Attention | Variation::All => None,
     };
@@ -235,6 +248,7 @@ fn why(predicted: f64, measured: f64, half: Option<f64>, report: &CompareReport)
 mod tests {
     use super::super::testing::{batch, measured};
     use super::*;
+    use crate::tensor::phase::PhaseTime;
     use crate::train::report::CopyReport;
 
     #[test]
@@ -287,6 +301,29 @@ mod tests {
         assert_eq!(report.predictions[0].predicted_ms, Some(2.0 * 3.0));
         let hidden = report.rows.iter().find(|row| row.name == "Copy hidden").unwrap();
         assert_eq!((hidden.a, hidden.b, hidden.difference), (Some(80.0), None, None), "not measured is not zero");
+    }
+
+    #[test]
+    fn routing_saves_what_its_phase_loses() {
+        let mut measured = measured(Variation::Routing, [(100.0, 1, 2.0), (120.0, 1, 2.0)], None);
+        let report = measured.report();
+        assert_eq!(report.predictions[0].predicted_ms, None);
+        assert_eq!(report.predictions[0].why, "routing was not measured");
+        for (arm, ms) in [(0, 1.5), (1, 21.5)] {
+            for step in measured.blocks[arm].iter_mut().flat_map(|block| &mut block.0) {
+                let (forward_ms, backward_ms) = (Some(0.6 * ms), Some(0.4 * ms));
+                step.phases.push(PhaseTime { phase: Phase::Routing, forward_ms, backward_ms, step_ms: None });
+            }
+        }
+        let report = measured.report();
+        let [prediction] = report.predictions.as_slice() else { panic!("{:?}", report.predictions) };
+        assert!((prediction.predicted_ms.unwrap() + 20.0).abs() < 1e-9);
+        assert_eq!(prediction.why, "as predicted");
+        assert!(prediction.published.as_ref().unwrap().contains("forward +23 %, backward +13 %"));
+        let row = report.rows.iter().find(|row| row.name == "Routing").unwrap();
+        assert!((row.difference.unwrap() + 20.0).abs() < 1e-9);
+        assert!(report.phases[1].iter().any(|time| time.phase == Phase::Routing));
+        assert!(report.parity.must_be_bit_equal, "on a CPU all forms add alike");
     }
 
     #[test]

@@ -25,6 +25,10 @@ pub enum Variation {
     Keep,
     /// Attention that visits only what documents let a token see against a dense mask.
     Attention,
+    /// Tokens routed to experts on the device alone against a search and a read for each expert, as published.
+    Routing,
+    /// Tokens sorted by expert with one read for all experts, the published improvement, against the same.
+    RoutingSorted,
     /// Passes recorded as CUDA graphs against queued launch by launch.
     Graphs,
     /// Every optimization that can be on against every one off.
@@ -33,13 +37,15 @@ pub enum Variation {
 
 impl Variation {
     /// All, in the order in which they are offered.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 10] = [
         Self::Cache,
         Self::CacheFused,
         Self::Buffers,
         Self::Offload,
         Self::Keep,
         Self::Attention,
+        Self::Routing,
+        Self::RoutingSorted,
         Self::Graphs,
         Self::All,
     ];
@@ -53,6 +59,8 @@ impl Variation {
             Self::Offload => "offload",
             Self::Keep => "keep",
             Self::Attention => "attention",
+            Self::Routing => "routing",
+            Self::RoutingSorted => "routing-sorted",
             Self::Graphs => "graphs",
             Self::All => "all",
         }
@@ -67,9 +75,16 @@ impl Variation {
             Self::Offload => "Activation offload",
             Self::Keep => "Keep instead of recompute",
             Self::Attention => "Variable-length attention",
+            Self::Routing => "Grouped MoE routing",
+            Self::RoutingSorted => "Sorted MoE routing",
             Self::Graphs => "CUDA graphs",
             Self::All => "All optimizations",
         }
+    }
+
+    /// Whether it needs a model with experts.
+    pub fn needs_experts(self) -> bool {
+        matches!(self, Self::Routing | Self::RoutingSorted)
     }
 }
 
@@ -235,7 +250,7 @@ pub struct Parity {
     pub bit_equal: bool,
     /// Whether every block of an arm has the same bits as its first: an arm repeats itself.
     pub repeats: bool,
-    /// Whether the arms must be bit-equal: not where they sum in another order (masked attention).
+    /// Whether the arms must be bit-equal: not where they sum in another order (masked attention; on a GPU, grouped products of experts).
     pub must_be_bit_equal: bool,
     /// Largest difference of losses, in nats.
     pub max_loss_difference: f64,

@@ -32,7 +32,7 @@ const fn counted(name: &'static str, decimals: usize, better: Better, value: fn(
 }
 
 /// Rows in the order in which they are shown; those that neither arm has are left out.
-const ROWS: [Row; 13] = [
+const ROWS: [Row; 14] = [
     timed("Step", "ms", 2, Better::Lower, |steps| mean(steps, |step| Some(step.step_ms))),
     timed("Tokens/s", "", 0, Better::Higher, tokens_per_sec),
     timed("Forward", "ms", 2, Better::Lower, |steps| mean(steps, |step| sum(&step.phases, |time| time.forward_ms))),
@@ -41,6 +41,7 @@ const ROWS: [Row; 13] = [
     counted("Metadata builds", 0, Better::Lower, |steps| {
         mean(steps, |step| Some(step.cache.as_ref()?.counts.builds as f64))
     }),
+    timed("Routing", "ms", 2, Better::Lower, |steps| mean(steps, |step| phase_ms(step, Phase::Routing))),
     timed("Recompute", "ms", 2, Better::Lower, |steps| mean(steps, |step| phase_ms(step, Phase::Recompute))),
     timed("Exposed copy", "ms", 2, Better::Lower, |steps| mean(steps, |step| Some(step.copies?.exposed_ms()))),
     timed("Copy hidden", "%", 1, Better::Higher, |steps| mean(steps, |step| Some(100.0 * step.copies?.overlap()))),
@@ -105,7 +106,7 @@ impl Measured<'_> {
             predictions: Vec::new(),
             quantities,
             settings: arms::settings([&a.switches, &b.switches]),
-            parity: parity(blocks, a.switches.attention == b.switches.attention),
+            parity: parity(blocks, self.ground.adds_alike([&a.switches, &b.switches])),
             memory: self.memory,
             verdict: verdict::pending(),
             notes: self.notes.clone(),

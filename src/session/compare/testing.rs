@@ -1,11 +1,10 @@
 //! Comparisons with made-up figures, for tests.
 
 use super::report::{CompareReport, PairDifferences, Variation};
-use super::{ArmMemory, Block, Measured, Subject, arms, stats};
+use super::{ArmMemory, Block, Ground, Measured, Subject, arms, stats};
 use crate::data::example::Example;
 use crate::data::pack::PackedBatch;
 use crate::model::metadata::CacheCounts;
-use crate::ops::testing::cpu;
 use crate::tensor::memory::MemoryReport;
 use crate::tensor::phase::{Phase, PhaseTime};
 use crate::train::config::Metadata;
@@ -51,6 +50,7 @@ fn step(number: u64, (step_ms, builds, metadata_ms): (f64, u64, f64), copies: Op
             entries: Vec::new(),
         }),
         copies,
+        moe: None,
         spans: Vec::new(),
     }
 }
@@ -62,7 +62,8 @@ pub(crate) fn measured(
     copies: Option<[Option<CopyReport>; 2]>,
 ) -> Measured<'static> {
     let batches: &'static [Vec<PackedBatch>] = Vec::leak(vec![vec![batch(&[4, 6]), batch(&[8])]; 3]);
-    let (arms, notes) = arms::arms(variation, Switches::default(), &cpu(1)).unwrap();
+    let ground = Ground { on_gpu: false, has_experts: variation.needs_experts() };
+    let (arms, notes) = arms::arms(variation, Switches::default(), ground).unwrap();
     let block = |pair: usize, arm: usize| {
         let (ms, builds, metadata_ms) = figures[arm];
         let figures = (ms + 0.05 * (pair * (arm + 1)) as f64, builds, metadata_ms);
@@ -75,7 +76,8 @@ pub(crate) fn measured(
         device: "a machine".into(),
         num_blocks: 4,
         pair_share: 0.5,
-        needed: arms::needed(variation, Switches::default()),
+        needed: arms::needed(variation, Switches::default(), ground),
+        ground,
         arms,
         pairs_planned: 4,
         notes,

@@ -5,6 +5,7 @@ use egui::{Align, Layout, Rect, ScrollArea, Ui, UiBuilder, pos2, vec2};
 use crate::base::units;
 use crate::gui::actions::Action;
 use crate::gui::theme::Theme;
+use crate::gui::views::setup::Subject;
 use crate::gui::views::setup::fields::{field, prose};
 use crate::gui::views::{Request, ViewContext};
 use crate::gui::widgets::{Button, Tile, describe, label, link, switch};
@@ -16,6 +17,7 @@ use crate::session::run_folder;
 /// Width of the column with what is measured.
 const RIGHT: f32 = 404.0;
 const NO_GPU: &str = "there is no GPU on this machine";
+const NO_EXPERTS: &str = "the model in Set up is dense: it has no experts to route to";
 
 /// What is asked for.
 pub struct Form {
@@ -40,8 +42,19 @@ fn against(variation: Variation) -> &'static str {
         Variation::Offload => "inputs of blocks in host memory, against on the device",
         Variation::Keep => "against computing activations again in the backward pass",
         Variation::Attention => "against a dense T×T mask",
+        Variation::Routing => "on the device alone, against a search and a read for each expert, as published",
+        Variation::RoutingSorted => "one sort and one read, as published, against a search and a read for each expert",
         Variation::Graphs => "against every kernel queued by the host",
         Variation::All => "everything that can be on, against everything off",
+    }
+}
+
+/// Why something cannot be compared here; `None` when it can, as far as that is known.
+fn refusal(variation: Variation, has_gpu: bool, is_dense: bool) -> Option<&'static str> {
+    match variation {
+        Variation::Graphs if !has_gpu => Some(NO_GPU),
+        variation if variation.needs_experts() && is_dense => Some(NO_EXPERTS),
+        _ => None,
     }
 }
 
@@ -74,48 +87,46 @@ impl Form {
         }
     }
 
-    /// Draws the form; `problem` says what is wrong with `config`, the configuration in Set up.
-    pub fn show(
-        &mut self,
-        ui: &mut Ui,
-        rect: Rect,
-        config: &RunConfig,
-        problem: Option<String>,
-        context: &mut ViewContext<'_>,
-    ) {
+    /// Draws the form; `on` is what Set up holds.
+    pub fn show(&mut self, ui: &mut Ui, rect: Rect, on: Subject, context: &mut ViewContext<'_>) {
+        let Subject { config, problem, is_dense } = on;
         ui.painter().rect_filled(rect, 0, Theme::of(ui).line);
         let split = (rect.left() + 620.0).min(rect.right() - RIGHT.min(rect.width() / 2.0)).round();
         let left = Rect::from_min_max(rect.min, pos2(split, rect.bottom()));
         let right = Rect::from_min_max(pos2(split + 1.0, rect.top()), rect.max);
         let has_gpu = context.machine.is_none_or(|machine| machine.gpu.is_ok());
         let nothing = |_: &mut Ui| {};
-        Tile::new("What to vary").show(ui, left, nothing, |ui| self.variations(ui, has_gpu));
+        let refusal = |variation| refusal(variation, has_gpu, is_dense);
+        // What is shown as off is not asked for.
+        self.vary.retain(|variation| refusal(*variation).is_none());
+        Tile::new("What to vary").show(ui, left, nothing, |ui| self.variations(ui, &refusal));
         Tile::new("How much, and on what").show(ui, right, nothing, |ui| {
             ui.set_max_width(RIGHT - 24.0);
             self.amounts(ui);
             ui.add_space(8.0);
-            subject(ui, config, problem.is_none(), context);
+            subject(ui, &config, problem.is_none(), context);
             ui.add_space(8.0);
-            self.start(ui, config, problem, context);
+            self.start(ui, &config, problem, context);
         });
     }
 
-    fn variations(&mut self, ui: &mut Ui, has_gpu: bool) {
+    fn variations(&mut self, ui: &mut Ui, refusal: &dyn Fn(Variation) -> Option<&'static str>) {
         let theme = Theme::of(ui);
         ScrollArea::vertical().id_salt("variations").auto_shrink(false).show(ui, |ui| {
             ui.spacing_mut().item_spacing.y = 0.0;
             for variation in Variation::ALL {
-                let enabled = has_gpu || variation != Variation::Graphs;
-                let mut on = enabled && self.vary.contains(&variation);
+                let refused = refusal(variation);
+                let enabled = refused.is_none();
+                let mut on = self.vary.contains(&variation);
                 let row = Rect::from_min_size(ui.cursor().min, vec2(ui.available_width(), 46.0));
                 ui.advance_cursor_after_rect(row);
                 let builder = UiBuilder::new().id_salt(variation.word()).max_rect(row);
                 let mut row_ui = ui.new_child(builder.layout(Layout::left_to_right(Align::Center)));
                 let touched = row_ui.add_enabled_ui(enabled, |ui| switch(ui, &mut on, variation.name())).inner;
-                if touched.on_disabled_hover_text(NO_GPU).changed() {
+                if touched.on_disabled_hover_text(refused.unwrap_or_default()).changed() {
                     self.set(variation, on);
                 }
-                let words = if enabled { against(variation) } else { NO_GPU };
+                let words = refused.unwrap_or(against(variation));
                 row_ui.vertical(|ui| {
                     ui.spacing_mut().item_spacing.y = 0.0;
                     ui.add_space(5.0);
@@ -193,6 +204,13 @@ fn subject(ui: &mut Ui, config: &RunConfig, fine: bool, context: &mut ViewContex
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_cannot_be_compared_says_why() {
+        let of = |has_gpu, is_dense| Variation::ALL.map(|variation| refusal(variation, has_gpu, is_dense));
+        assert!(of(true, false).iter().all(Option::is_none));
+        assert_eq!(of(false, true).into_iter().flatten().collect::<Vec<_>>(), [NO_EXPERTS, NO_EXPERTS, NO_GPU]);
+    }
 
     #[test]
     fn the_form_asks_for_what_can_be_measured() {

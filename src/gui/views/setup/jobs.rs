@@ -175,6 +175,12 @@ impl<K: Clone + PartialEq, T: Send + 'static> Follow<K, T> {
         self.due.is_some() || self.result.is_running()
     }
 
+    /// What was found for `input`; `None` while that is not known.
+    pub fn of(&self, input: &K) -> Option<&T> {
+        let is_about_it = self.started_for.as_ref() == Some(input) && !self.result.is_running();
+        self.result.ok().filter(|_| is_about_it)
+    }
+
     /// Makes it again although the input did not change, for example because a file did.
     pub fn again(&mut self) {
         self.started_for = None;
@@ -287,6 +293,7 @@ mod tests {
             |c: &mut RunConfig| c.packing.pack_len += 1,
             |c: &mut RunConfig| c.train.vram_limit_gib = 8.0,
             |c: &mut RunConfig| c.optimizations.offload_buffers = 1,
+            |c: &mut RunConfig| c.optimizations.grouped_routing = crate::session::Switch::Off,
         ] {
             let mut changed = a.clone();
             change(&mut changed);
