@@ -281,6 +281,7 @@ fn test_step(step: u64, change: impl FnOnce(&mut crate::session::StepReport)) ->
         counters: None,
         cache: None,
         copies: None,
+        moe: None,
         spans: Vec::new(),
     };
     change(&mut report);

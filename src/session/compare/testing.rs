@@ -51,6 +51,7 @@ fn step(number: u64, (step_ms, builds, metadata_ms): (f64, u64, f64), copies: Op
             entries: Vec::new(),
         }),
         copies,
+        moe: None,
         spans: Vec::new(),
     }
 }
