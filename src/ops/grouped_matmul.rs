@@ -13,6 +13,7 @@
 
 use std::ops::Range;
 
+use super::grouped_matmul_hopper as hopper;
 use super::grouped_matmul_plan::{GroupedOperands, GroupedShape, choose, params};
 use super::matmul_plan::Card;
 use super::{elementwise, matmul};
@@ -174,7 +175,12 @@ fn launch(
     let shape = GroupedShape { form, groups, rows, m, n, k, lda: a.stride(), ldb: b.stride(), ldc: c.stride() };
     let bias = bias.map_or(0, Tensor::pointer);
     let (a, b, c, offsets) = (a.pointer(), b.pointer(), c.pointer(), offsets.pointer());
-    launch_on_every_card(gpu, &shape, &GroupedOperands { a, b, c, bias, offsets, alpha, beta });
+    let operands = GroupedOperands { a, b, c, bias, offsets, alpha, beta };
+    if hopper::takes(gpu.facts(), &shape, &operands) && hopper::is_better(&shape) {
+        hopper::launch(gpu, &shape, &operands);
+    } else {
+        launch_on_every_card(gpu, &shape, &operands);
+    }
 }
 
 /// Queues a product by the kernels that every card runs.

@@ -150,7 +150,7 @@ const NARROW: usize = 64;
 /// Longest sums that [`THIN`] serves: two of its stages.
 const THIN_DEPTH: usize = 64;
 /// Rows a group up to which small tiles win: a large one computes half a tile for nothing at the end of a group, and is 1.4 times as fast.
-const FEW_ROWS_A_GROUP: usize = 48;
+pub const FEW_ROWS_A_GROUP: usize = 48;
 /// Shared memory that the driver takes from a multiprocessor for every block.
 const RESERVED_SHARED_BYTES: u32 = 1024;
 

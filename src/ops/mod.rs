@@ -12,6 +12,7 @@ pub mod dropout;
 pub mod elementwise;
 pub mod embedding;
 pub mod grouped_matmul;
+pub mod grouped_matmul_hopper;
 pub mod grouped_matmul_plan;
 pub mod matmul;
 pub mod matmul_plan;
