@@ -6,6 +6,8 @@
 //! Saved: gate and up. Where Transformers casts (`GptOssExperts` computes each of `alpha·e`, `σ`, `e·σ` and `g + 1` in the format of its tensors),
 //! values are rounded to the storage format; gradients are rounded once, at the end. Gradients of activations assign.
 
+use std::mem::offset_of;
+
 use rayon::prelude::*;
 
 use super::min_rows;
@@ -13,6 +15,9 @@ use super::vector::exp;
 use crate::kernel_args;
 use crate::tensor::cuda::Launch;
 use crate::tensor::{Device, Indices, Precision, Tensor, View, ViewMut};
+
+/// Threads of a block of the backward pass at most.
+const MAX_THREADS: usize = 256;
 
 /// How gate and up make the activation.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -211,27 +216,49 @@ pub fn backward_in_place<'u, 'x>(
                 "experts of a width in vectors of eight"
             );
             let (alpha, limit) = act.kind.arguments();
-            let args = kernel_args![
-                u.pointer(),
-                source.pointer(),
-                weights.pointer(),
-                gate_up.pointer(),
-                dweights.pointer(),
+            let params = BackwardParams {
+                u: u.pointer(),
+                source: source.pointer(),
+                weights: weights.pointer(),
+                gate_up: gate_up.pointer(),
+                dweights: dweights.pointer(),
                 h,
-                u.stride() as i64,
-                gate_up.stride() as i64,
-                h_stride as i64,
-                width as i32,
-                i32::from(act.interleaved),
+                u_stride: u.stride() as i64,
+                gate_up_stride: gate_up.stride() as i64,
+                h_stride: h_stride as i64,
+                width: width as i32,
+                interleaved: i32::from(act.interleaved),
                 alpha,
                 limit,
-            ];
-            // A block a row, a thread a run of eight values where there are few.
-            let threads = (width / 8).next_multiple_of(32).clamp(32, 256) as u32;
-            gpu.launch("expert_activation_backward", Launch::new(rows, threads), args);
+            };
+            // A block a row, whose threads have equally many runs of eight values.
+            let runs = (width / 8).max(1);
+            let threads = runs.div_ceil(runs.div_ceil(MAX_THREADS)).next_multiple_of(32);
+            gpu.launch_struct("expert_activation_backward", Launch::new(rows, threads as u32), &params);
         }
     }
 }
+
+/// The arguments of the backward pass, laid out as in `kernels/expert_activation.cu`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct BackwardParams {
+    u: u64,
+    source: u64,
+    weights: u64,
+    gate_up: u64,
+    dweights: u64,
+    h: u64,
+    u_stride: i64,
+    gate_up_stride: i64,
+    h_stride: i64,
+    width: i32,
+    interleaved: i32,
+    alpha: f32,
+    limit: f32,
+}
+
+const _: () = assert!(size_of::<BackwardParams>() == 88 && offset_of!(BackwardParams, width) == 72);
 
 /// Whether rows can be read and written eight values at a time.
 fn in_vectors(width: usize, strides: &[usize]) -> bool {
