@@ -112,7 +112,7 @@ impl Checkpoint {
     }
 
     /// Compare what is stored with what the configuration asks for.
-    fn checked(path: &Path, config: ModelConfig, files: Files, table: &Table) -> Result<Self> {
+    fn checked(path: &Path, mut config: ModelConfig, files: Files, table: &Table) -> Result<Self> {
         let mut names = Vec::new();
         let mut stored = HashMap::new();
         let mut missing = Vec::new();
@@ -135,6 +135,10 @@ impl Checkpoint {
             );
         }
         let ignored = table.unused(stored.values());
+        if let Some(moe) = &mut config.moe {
+            // What the file has counts, not what config.json says of it.
+            moe.mxfp4 = stored.values().filter(|s| s.shape.len() == 3).all(|s| s.is_all(Format::is_mxfp4));
+        }
         Ok(Self { path: path.to_owned(), config, files, names, stored, ignored })
     }
 

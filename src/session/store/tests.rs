@@ -317,7 +317,7 @@ fn a_store_is_never_written_over_and_foreign_files_are_refused() {
     connection.pragma_update(None, "user_version", 7).unwrap();
     drop(connection);
     let message = read(folder.path()).unwrap_err().to_string();
-    assert!(message.ends_with("has version 7; this Tandem reads versions 2 to 4"), "{message}");
+    assert!(message.ends_with("has version 7; this Tandem reads versions 2 to 5"), "{message}");
     std::fs::write(&path, "not a database at all, only text").unwrap();
     assert!(read(folder.path()).is_err());
 }
