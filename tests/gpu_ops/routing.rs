@@ -96,7 +96,7 @@ fn gradients_and_counts_of_routers() {
                     let gradient = f32s(d, &[num_experts], &gradient);
                     let real_rows = d.indices(SCRATCH, vec![real as i32]);
                     let rows = if on_device { Rows::Device(&real_rows) } else { real.into() };
-                    let balance = balanced.then(|| Balance { gradient: &gradient, rows });
+                    let balance = balanced.then_some(Balance { gradient: &gradient, rows });
                     // What lies behind its columns stays.
                     let mut dlogits = tensor(d, &[tokens, columns + 8], &vec![0.5; tokens * (columns + 8)]);
                     let (dots, into) = (biased.then_some(&dots), dlogits.first_columns_mut(columns));
