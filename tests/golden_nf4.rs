@@ -1,4 +1,4 @@
-//! NF4 against bitsandbytes: what it stores for a weight, and what it makes of that again (`tests/golden/README.md`).
+//! NF4 against bitsandbytes: what it stores for a weight, and what it makes of that again; MXFP4 against Transformers (`tests/golden/README.md`).
 
 #![allow(clippy::unwrap_used, clippy::disallowed_methods, clippy::disallowed_macros)]
 
@@ -9,6 +9,7 @@ use std::path::PathBuf;
 
 use golden_family::{Family, NEVER, adapter_values, assert_close, golden_file, set_adapters};
 use half::bf16;
+use tandem::formats::mxfp4::{BLOCK_BYTES, Mxfp4};
 use tandem::formats::nf4::Nf4;
 use tandem::formats::safetensors::{Dtype, SafetensorsFile};
 use tandem::model::loading::Checkpoint;
@@ -73,6 +74,31 @@ fn golden_nf4_dequantizes_to_the_same_values() {
             file.bytes(&wanted).unwrap().as_chunks().0.iter().map(|b| u16::from_le_bytes(*b)).collect();
         let different = ours.iter().zip(&theirs).filter(|(a, b)| a != b).count();
         assert_eq!((different, ours.len()), (0, theirs.len()), "{name}: values that differ");
+    }
+}
+
+#[test]
+fn golden_mxfp4_dequantizes_to_the_values_of_transformers() {
+    let file = SafetensorsFile::open(&golden_file("mxfp4.safetensors")).unwrap();
+    let names: Vec<&str> = file.names().filter_map(|name| name.strip_suffix("_blocks")).collect();
+    assert_eq!(names.len(), 2, "the weights of the file");
+    for name in names {
+        let (blocks, scales) = (format!("{name}_blocks"), format!("{name}_scales"));
+        let [experts, out, in_blocks, BLOCK_BYTES] = file.info(&blocks).unwrap().shape[..] else {
+            panic!("{blocks} has another shape")
+        };
+        let shape = [experts, out, 32 * in_blocks];
+        let weight = Mxfp4::new(&shape, file.bytes(&blocks).unwrap(), file.bytes(&scales).unwrap()).unwrap();
+        // Transformers turns each expert around: [experts, in, out].
+        let wanted = file.to_f32(&format!("{name}_dequantized")).unwrap();
+        let ours = weight.dequantize();
+        assert_eq!(ours.len(), wanted.len(), "{name}");
+        let [_, rows, cols] = shape;
+        let turned = |i: usize| i / (rows * cols) * rows * cols + i % cols * rows + i / cols % rows;
+        let different = ours.iter().enumerate().filter(|(i, x)| x.to_bits() != wanted[turned(*i)].to_bits()).count();
+        assert_eq!(different, 0, "{name}: values that differ, of {}", wanted.len());
+        // What such values are quantized to stands for them again.
+        assert_eq!(Mxfp4::quantize(&ours, &shape).unwrap().dequantize(), ours, "{name}");
     }
 }
 

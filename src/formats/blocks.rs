@@ -4,11 +4,13 @@
 //! - Q4_0: `d`, 16 bytes; byte j holds element j in its low half and element j+16 in its high half; value `d·(q−8)`.
 //! - Q4_1: `d`, `m`, 16 bytes in the same order; value `d·q + m`.
 //! - Q8_0: `d`, 32 signed bytes; value `d·q`.
+//! - MXFP4: a scale byte, 16 bytes in the order of Q4_0; value as `mxfp4` says.
 
 use anyhow::bail;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
+use super::mxfp4;
 use crate::base::error::Result;
 
 /// Elements in a quantized block.
@@ -31,6 +33,8 @@ pub enum BlockKind {
     Q4_1,
     /// 8 bits with a scale.
     Q8_0,
+    /// 4 bits with a power of two.
+    Mxfp4,
 }
 
 impl BlockKind {
@@ -43,6 +47,7 @@ impl BlockKind {
             Self::Q4_0 => "Q4_0",
             Self::Q4_1 => "Q4_1",
             Self::Q8_0 => "Q8_0",
+            Self::Mxfp4 => "MXFP4",
         }
     }
 
@@ -50,7 +55,7 @@ impl BlockKind {
     pub fn block_elements(self) -> usize {
         match self {
             Self::F32 | Self::F16 | Self::Bf16 => 1,
-            Self::Q4_0 | Self::Q4_1 | Self::Q8_0 => BLOCK,
+            Self::Q4_0 | Self::Q4_1 | Self::Q8_0 | Self::Mxfp4 => BLOCK,
         }
     }
 
@@ -62,6 +67,7 @@ impl BlockKind {
             Self::Q4_0 => 2 + BLOCK / 2,
             Self::Q4_1 => 4 + BLOCK / 2,
             Self::Q8_0 => 2 + BLOCK,
+            Self::Mxfp4 => 1 + BLOCK / 2,
         }
     }
 }
@@ -124,6 +130,12 @@ fn convert(kind: BlockKind, bytes: &[u8], out: &mut [f32]) {
                 }
             }
         }
+        BlockKind::Mxfp4 => {
+            for (o, b) in out.as_chunks_mut::<BLOCK>().0.iter_mut().zip(bytes.as_chunks::<17>().0) {
+                let scale = mxfp4::scale_value(b[0]);
+                nibbles(o, &b[1..], |q| scale * mxfp4::CODE[usize::from(q)]);
+            }
+        }
     }
 }
 
@@ -173,6 +185,14 @@ mod tests {
         assert_eq!(x[0], -32.0);
         assert_eq!(x[16], 0.0);
         assert_eq!(x[31], 30.0);
+    }
+
+    #[test]
+    fn mxfp4_is_the_same_in_both_orders_of_its_bytes() {
+        let bytes: Vec<u8> = std::iter::once(128).chain(ramp()).collect();
+        let x = to_f32(BlockKind::Mxfp4, &bytes, 32).unwrap();
+        assert_eq!((x[1], x[7], x[9], x[16], x[30]), (1.0, 12.0, -1.0, -12.0, 1.0));
+        assert_eq!(mxfp4::Mxfp4::from_gguf(&[1, 32], &bytes).unwrap().dequantize(), x);
     }
 
     #[test]

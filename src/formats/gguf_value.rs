@@ -170,6 +170,7 @@ impl GgmlType {
             3 => BlockKind::Q4_1,
             8 => BlockKind::Q8_0,
             30 => BlockKind::Bf16,
+            39 => BlockKind::Mxfp4,
             _ => return None,
         })
     }
@@ -183,6 +184,7 @@ impl GgmlType {
             BlockKind::Q4_1 => 3,
             BlockKind::Q8_0 => 8,
             BlockKind::Bf16 => 30,
+            BlockKind::Mxfp4 => 39,
         })
     }
 

@@ -377,7 +377,7 @@ mod tests {
             ("modules_to_save", json!(["lm_head"])),
             ("rank_pattern", json!({"q_proj": 2})),
             ("alpha_pattern", json!({"q_proj": 2})),
-            ("target_parameters", json!(["mlp.experts.down_proj"])),
+            ("target_parameters", json!(["mlp.experts.up_proj"])),
             ("lora_bias", json!(true)),
             ("layer_replication", json!([[0, 2]])),
             ("exclude_modules", json!("q_proj")),

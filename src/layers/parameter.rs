@@ -361,11 +361,20 @@ impl Params {
 
     /// Replaces the values of one expert [out, in] of a parameter [experts, out, in] that does not train and is not packed.
     pub fn set_expert(&mut self, id: ParamId, expert: usize, values: &[f32]) {
+        self.expert_mut(id, expert).set(values);
+    }
+
+    /// As [`Self::set_expert`], from bf16 as files hold it.
+    pub fn set_expert_bf16(&mut self, id: ParamId, expert: usize, bytes: &[u8]) {
+        self.expert_mut(id, expert).set_bf16(bytes);
+    }
+
+    fn expert_mut(&mut self, id: ParamId, expert: usize) -> ViewMut<'_> {
         let Parameter { value, working, shape, name, .. } = &mut self.list[id.0];
         debug_assert!(working.is_none(), "a working copy would stay behind");
         let rows = shape[1];
         match value {
-            Place::Own(tensor) => tensor.view_mut().row_range(expert * rows, rows).set(values),
+            Place::Own(tensor) => tensor.view_mut().row_range(expert * rows, rows),
             Place::Part(_) | Place::Packed(_) => unreachable!("{name} has no experts to set"),
         }
     }

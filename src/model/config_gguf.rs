@@ -4,6 +4,7 @@ use anyhow::{Context as _, bail, ensure};
 
 use super::config::{Architecture, ModelConfig, RopeScaling};
 use super::config_hf::norm_rounding;
+use super::config_moe::router_module;
 use crate::base::error::Result;
 use crate::formats::gguf::GgufFile;
 
@@ -129,8 +130,9 @@ fn shortest(x: f32) -> f64 {
     x.to_string().parse().unwrap_or(f64::from(x))
 }
 
-/// The Hugging Face name of a GGUF tensor; `None` for one that no supported model uses.
-pub fn hf_name(gguf: &str) -> Option<String> {
+/// The Hugging Face name of a GGUF tensor; `None` for one that no supported model uses. Gate and up rows of experts, which are apart in GGUF files,
+/// are called as if there were such weights.
+pub fn hf_name(family: Architecture, gguf: &str) -> Option<String> {
     let top = match gguf {
         "token_embd.weight" => Some("model.embed_tokens.weight"),
         "output_norm.weight" => Some("model.norm.weight"),
@@ -142,10 +144,35 @@ pub fn hf_name(gguf: &str) -> Option<String> {
     }
     let (layer, rest) = gguf.strip_prefix("blk.")?.split_once('.')?;
     layer.parse::<usize>().ok().filter(|n| n.to_string() == layer)?;
-    let (module, kind) = rest.rsplit_once('.')?;
+    let (module, kind) = rest.rsplit_once('.').filter(|(_, kind)| matches!(*kind, "weight" | "bias"))?;
+    let expert_weight = |module: &str| {
+        let bias = if kind == "bias" { "_bias" } else { "" };
+        Some(format!("model.layers.{layer}.mlp.experts.{module}{bias}"))
+    };
+    match module {
+        "attn_sinks" => return Some(format!("model.layers.{layer}.self_attn.sinks")),
+        "ffn_gate_exps" => return expert_weight("gate_proj"),
+        "ffn_up_exps" => return expert_weight("up_proj"),
+        "ffn_gate_up_exps" => return expert_weight("gate_up_proj"),
+        "ffn_down_exps" => return expert_weight("down_proj"),
+        _ => {}
+    }
+    // Files of Mixtral from before experts were stacked: ffn_gate.3.weight.
+    if let Some((module, expert)) = module.split_once('.') {
+        let expert: usize = expert.parse().ok().filter(|n: &usize| n.to_string() == expert)?;
+        let module = match module {
+            "ffn_gate" => "gate_proj",
+            "ffn_up" => "up_proj",
+            "ffn_down" => "down_proj",
+            _ => return None,
+        };
+        return Some(format!("model.layers.{layer}.mlp.experts.{expert}.{module}.{kind}"));
+    }
     let module = match module {
         "attn_norm" => "input_layernorm",
-        "ffn_norm" => "post_attention_layernorm",
+        // gpt-oss calls it by its place, the others by what reads it.
+        "ffn_norm" | "post_attention_norm" => "post_attention_layernorm",
+        "ffn_gate_inp" => router_module(family),
         "attn_q" => "self_attn.q_proj",
         "attn_k" => "self_attn.k_proj",
         "attn_v" => "self_attn.v_proj",
@@ -157,5 +184,5 @@ pub fn hf_name(gguf: &str) -> Option<String> {
         "ffn_down" => "mlp.down_proj",
         _ => return None,
     };
-    matches!(kind, "weight" | "bias").then(|| format!("model.layers.{layer}.{module}.{kind}"))
+    Some(format!("model.layers.{layer}.{module}.{kind}"))
 }

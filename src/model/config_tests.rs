@@ -180,6 +180,7 @@ fn gpt_oss_is_read_as_published() {
         gating: Gating::Clamped { alpha: 1.702, limit: 7.0 },
         interleaved: true,
         router_aux_loss_coef: None,
+        mxfp4: true,
         layers: vec![true; 24],
     };
     assert_eq!(c.moe.as_ref(), Some(&moe));

@@ -96,7 +96,7 @@ fn gguf_name(hf: &str, layers: usize) -> String {
             .chain(["ffn_gate", "ffn_up", "ffn_down"])
             .flat_map(move |m| ["weight", "bias"].map(|k| format!("blk.{l}.{m}.{k}")))
     });
-    tops.into_iter().chain(blocks).find(|n| hf_name(n).as_deref() == Some(hf)).unwrap()
+    tops.into_iter().chain(blocks).find(|n| hf_name(Architecture::Llama, n).as_deref() == Some(hf)).unwrap()
 }
 
 /// A golden folder as the GGUF file llama.cpp's converter would make of it.

@@ -16,6 +16,7 @@ pub mod recording;
 pub mod rotary;
 mod shards;
 mod skeleton;
+mod stored;
 pub mod transformer;
 mod weights;
 

@@ -129,9 +129,14 @@ impl Transformer {
             return Ok(());
         }
         for expert in 0..experts {
-            let mut values = checkpoint.expert_f32(name, expert)?;
-            self.device.precision().round_slice(&mut values);
-            self.params.set_expert(id, expert, &values);
+            match checkpoint.expert_bf16(name, expert)? {
+                Some(bytes) => self.params.set_expert_bf16(id, expert, &bytes),
+                None => {
+                    let mut values = checkpoint.expert_f32(name, expert)?;
+                    self.device.precision().round_slice(&mut values);
+                    self.params.set_expert(id, expert, &values);
+                }
+            }
         }
         Ok(())
     }

@@ -6,13 +6,18 @@
 //! Saved: gate and up. Where Transformers casts (`GptOssExperts` computes each of `alpha·e`, `σ`, `e·σ` and `g + 1` in the format of its tensors),
 //! values are rounded to the storage format; gradients are rounded once, at the end. Gradients of activations assign.
 
+use std::mem::offset_of;
+
 use rayon::prelude::*;
 
 use super::min_rows;
-use super::vector::exp;
+use super::vector::{self, exp, vectorized};
 use crate::kernel_args;
 use crate::tensor::cuda::Launch;
 use crate::tensor::{Device, Indices, Precision, Tensor, View, ViewMut};
+
+/// Threads of a block of the backward pass at most.
+const MAX_THREADS: usize = 256;
 
 /// How gate and up make the activation.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -39,38 +44,6 @@ impl Gating {
             Self::Clamped { alpha, limit } => (alpha, limit),
         }
     }
-
-    /// The activation of one gate and up, rounded as it is stored.
-    #[inline(always)]
-    fn value(self, gate: f32, up: f32, precision: Precision) -> f32 {
-        let round = |x| precision.round(x);
-        match self {
-            Self::Silu => round(round(gate * sigmoid(gate)) * up),
-            Self::Clamped { alpha, limit } => {
-                let (e, g) = (at_most(gate, limit), at_least(at_most(up, limit), -limit));
-                let glu = round(e * round(sigmoid(round(alpha * e))));
-                round(round(g + 1.0) * glu)
-            }
-        }
-    }
-
-    /// Gradients of gate and up from `dh`.
-    #[inline(always)]
-    fn gradient(self, gate: f32, up: f32, dh: f32) -> (f32, f32) {
-        match self {
-            Self::Silu => {
-                let s = sigmoid(gate);
-                (dh * up * s * (1.0 + gate * (1.0 - s)), dh * gate * s)
-            }
-            Self::Clamped { alpha, limit } => {
-                let (e, g) = (at_most(gate, limit), at_least(at_most(up, limit), -limit));
-                let s = sigmoid(alpha * e);
-                let d_gate = dh * (g + 1.0) * s * (1.0 + alpha * e * (1.0 - s));
-                let d_up = dh * e * s;
-                (if gate > limit { 0.0 } else { d_gate }, if up.abs() > limit { 0.0 } else { d_up })
-            }
-        }
-    }
 }
 
 /// An expert's activation, and how its gate and up lie.
@@ -83,10 +56,29 @@ pub struct ExpertActivation {
 }
 
 impl ExpertActivation {
-    /// Columns of gate and up `i` of `width`.
-    #[inline(always)]
-    fn columns(self, i: usize, width: usize) -> (usize, usize) {
-        if self.interleaved { (2 * i, 2 * i + 1) } else { (i, width + i) }
+    /// Gate and up of a row, one behind the other.
+    fn halves<'a>(self, row: &'a [f32], scratch: &'a mut [f32]) -> (&'a [f32], &'a [f32]) {
+        let width = row.len() / 2;
+        if !self.interleaved {
+            return row.split_at(width);
+        }
+        let (gate, up) = scratch.split_at_mut(width);
+        for ((pair, gate), up) in row.as_chunks::<2>().0.iter().zip(&mut *gate).zip(&mut *up) {
+            [*gate, *up] = *pair;
+        }
+        (gate, up)
+    }
+
+    /// Puts gate and up back into their row.
+    fn put(self, gate: &[f32], up: &[f32], row: &mut [f32]) {
+        if self.interleaved {
+            let pairs = row.as_chunks_mut::<2>().0.iter_mut();
+            pairs.zip(gate).zip(up).for_each(|((pair, gate), up)| *pair = [*gate, *up]);
+        } else {
+            let (to_gate, to_up) = row.split_at_mut(gate.len());
+            to_gate.copy_from_slice(gate);
+            to_up.copy_from_slice(up);
+        }
     }
 }
 
@@ -107,6 +99,53 @@ fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
+vectorized! {
+    /// The activation of a row, rounded as it is stored.
+    fn activate(kind: Gating, precision: Precision, gate: &[f32], up: &[f32], h: &mut [f32]) {
+        let values = h.iter_mut().zip(gate).zip(up);
+        match kind {
+            Gating::Silu => {
+                for ((h, &e), &g) in values {
+                    *h = precision.round(precision.round(e * sigmoid(e)) * g);
+                }
+            }
+            Gating::Clamped { alpha, limit } => {
+                for ((h, &e), &g) in values {
+                    let (e, g) = (at_most(e, limit), at_least(at_most(g, limit), -limit));
+                    let glu = precision.round(e * precision.round(sigmoid(precision.round(alpha * e))));
+                    *h = precision.round(precision.round(g + 1.0) * glu);
+                }
+            }
+        }
+    }
+}
+
+vectorized! {
+    /// In place: `gate` and `up` of a row become their gradients, from `dh`.
+    fn gradients(kind: Gating, dh: &[f32], gate: &mut [f32], up: &mut [f32]) {
+        let values = gate.iter_mut().zip(up).zip(dh);
+        match kind {
+            Gating::Silu => {
+                for ((gate, up), &dh) in values {
+                    let (e, g) = (*gate, *up);
+                    let s = sigmoid(e);
+                    *gate = dh * g * s * (1.0 + e * (1.0 - s));
+                    *up = dh * e * s;
+                }
+            }
+            Gating::Clamped { alpha, limit } => {
+                for ((gate, up), &dh) in values {
+                    let (e, g) = (at_most(*gate, limit), at_least(at_most(*up, limit), -limit));
+                    let s = sigmoid(alpha * e);
+                    let (d_gate, d_up) = (dh * (g + 1.0) * s * (1.0 + alpha * e * (1.0 - s)), dh * e * s);
+                    *gate = if *gate > limit { 0.0 } else { d_gate };
+                    *up = if up.abs() > limit { 0.0 } else { d_up };
+                }
+            }
+        }
+    }
+}
+
 /// `gate_up` [R, 2·I] → `h` [R, I].
 pub fn forward<'x, 'h>(
     device: &Device,
@@ -121,12 +160,14 @@ pub fn forward<'x, 'h>(
         Device::Cpu(cpu) => {
             let (precision, stride) = (cpu.precision(), h.stride());
             let rows = h.f32s_mut().par_chunks_mut(stride).zip(gate_up.f32s().par_chunks(gate_up.stride()));
-            rows.with_min_len(min_rows(width)).for_each(|(h, gate_up)| {
-                for (i, h) in h[..width].iter_mut().enumerate() {
-                    let (gate, up) = act.columns(i, width);
-                    *h = act.kind.value(gate_up[gate], gate_up[up], precision);
-                }
-            });
+            let rows = rows.with_min_len(min_rows(width));
+            rows.for_each_init(
+                || vec![0.0; 2 * width],
+                |scratch, (h, gate_up)| {
+                    let (gate, up) = act.halves(&gate_up[..2 * width], scratch);
+                    activate(act.kind, precision, gate, up, &mut h[..width]);
+                },
+            );
         }
         Device::Cuda(gpu) => {
             assert!(in_vectors(width, &[gate_up.stride(), h.stride()]), "experts of a width in vectors of eight");
@@ -177,29 +218,41 @@ pub fn backward_in_place<'u, 'x>(
         Device::Cpu(cpu) => {
             let precision = cpu.precision();
             let (stride, h_stride) = (gate_up.stride(), h.as_ref().map_or(1, ViewMut::stride));
-            let one_row = |p: usize, gate_up: &mut [f32], mut h: Option<&mut [f32]>| {
+            let one_row = |scratch: &mut Vec<f32>, p: usize, gate_up: &mut [f32], h: Option<&mut [f32]>| {
                 let (u, weight) = (u.row(p), weights.f32s()[source.i32s()[p] as usize]);
-                let mut dot = 0.0f64;
-                for (i, &u) in u.iter().enumerate() {
-                    let (gate, up) = act.columns(i, width);
-                    let (e, g) = (gate_up[gate], gate_up[up]);
-                    let value = act.kind.value(e, g, precision);
-                    dot += f64::from(u) * f64::from(value);
-                    let (d_gate, d_up) = act.kind.gradient(e, g, weight * u);
-                    (gate_up[gate], gate_up[up]) = (precision.round(d_gate), precision.round(d_up));
-                    if let Some(h) = &mut h {
-                        h[i] = precision.round(weight * value);
-                    }
+                let (halves, rest) = scratch.split_at_mut(2 * width);
+                let (value, dh) = rest.split_at_mut(width);
+                {
+                    let (gate, up) = act.halves(&gate_up[..2 * width], halves);
+                    activate(act.kind, precision, gate, up, value);
                 }
-                dot as f32
+                if !act.interleaved {
+                    halves.copy_from_slice(&gate_up[..2 * width]);
+                }
+                dh.iter_mut().zip(u).for_each(|(dh, u)| *dh = weight * u);
+                let (gate, up) = halves.split_at_mut(width);
+                gradients(act.kind, dh, gate, up);
+                precision.round_slice(gate);
+                precision.round_slice(up);
+                act.put(gate, up, &mut gate_up[..2 * width]);
+                if let Some(h) = h {
+                    h.iter_mut().zip(&*value).for_each(|(h, value)| *h = precision.round(weight * value));
+                }
+                vector::dot(u, value)
             };
+            let scratch = || vec![0.0; 4 * width];
             let lines = gate_up.f32s_mut().par_chunks_mut(stride).enumerate().with_min_len(min_rows(width));
             let dots: Vec<f32> = match h {
                 Some(mut h) => {
                     let h = h.f32s_mut().par_chunks_mut(h_stride);
-                    lines.zip(h).map(|((p, gate_up), h)| one_row(p, gate_up, Some(h))).collect()
+                    lines
+                        .zip(h)
+                        .map_init(scratch, |scratch, ((p, gate_up), h)| {
+                            one_row(scratch, p, gate_up, Some(&mut h[..width]))
+                        })
+                        .collect()
                 }
-                None => lines.map(|(p, gate_up)| one_row(p, gate_up, None)).collect(),
+                None => lines.map_init(scratch, |scratch, (p, gate_up)| one_row(scratch, p, gate_up, None)).collect(),
             };
             let dweights = dweights.f32s_mut();
             dots.iter().zip(source.i32s()).for_each(|(dot, pair)| dweights[*pair as usize] = *dot);
@@ -211,27 +264,49 @@ pub fn backward_in_place<'u, 'x>(
                 "experts of a width in vectors of eight"
             );
             let (alpha, limit) = act.kind.arguments();
-            let args = kernel_args![
-                u.pointer(),
-                source.pointer(),
-                weights.pointer(),
-                gate_up.pointer(),
-                dweights.pointer(),
+            let params = BackwardParams {
+                u: u.pointer(),
+                source: source.pointer(),
+                weights: weights.pointer(),
+                gate_up: gate_up.pointer(),
+                dweights: dweights.pointer(),
                 h,
-                u.stride() as i64,
-                gate_up.stride() as i64,
-                h_stride as i64,
-                width as i32,
-                i32::from(act.interleaved),
+                u_stride: u.stride() as i64,
+                gate_up_stride: gate_up.stride() as i64,
+                h_stride: h_stride as i64,
+                width: width as i32,
+                interleaved: i32::from(act.interleaved),
                 alpha,
                 limit,
-            ];
-            // A block a row, a thread a run of eight values where there are few.
-            let threads = (width / 8).next_multiple_of(32).clamp(32, 256) as u32;
-            gpu.launch("expert_activation_backward", Launch::new(rows, threads), args);
+            };
+            // A block a row, whose threads have equally many runs of eight values.
+            let runs = (width / 8).max(1);
+            let threads = runs.div_ceil(runs.div_ceil(MAX_THREADS)).next_multiple_of(32);
+            gpu.launch_struct("expert_activation_backward", Launch::new(rows, threads as u32), &params);
         }
     }
 }
+
+/// The arguments of the backward pass, laid out as in `kernels/expert_activation.cu`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct BackwardParams {
+    u: u64,
+    source: u64,
+    weights: u64,
+    gate_up: u64,
+    dweights: u64,
+    h: u64,
+    u_stride: i64,
+    gate_up_stride: i64,
+    h_stride: i64,
+    width: i32,
+    interleaved: i32,
+    alpha: f32,
+    limit: f32,
+}
+
+const _: () = assert!(size_of::<BackwardParams>() == 88 && offset_of!(BackwardParams, width) == 72);
 
 /// Whether rows can be read and written eight values at a time.
 fn in_vectors(width: usize, strides: &[usize]) -> bool {
@@ -326,6 +401,20 @@ mod tests {
         backward_in_place(&device, act, &u, &source, &weights, &mut gate_up, &mut dweights, None);
         let is_zero: Vec<bool> = gate_up.f32s().iter().map(|x| *x == 0.0).collect();
         assert_eq!(is_zero, [true, false, false, true, false, true]);
+    }
+
+    #[test]
+    fn each_step_of_the_clamped_form_is_rounded() {
+        let (device, round) = (Device::cpu(1, Precision::Bf16).unwrap(), |x: f32| Precision::Bf16.round(x));
+        let values: Vec<f32> = Values::new(9).vec(64).iter().map(|x| round(9.0 * x)).collect();
+        let gate_up = device.tensor(SCRATCH, &[2, 32], values.clone());
+        let mut h = device.empty(SCRATCH, &[2, 16]);
+        forward(&device, ExpertActivation { kind: Gating::GPT_OSS, interleaved: true }, &gate_up, &mut h);
+        for (pair, h) in values.chunks(2).zip(h.f32s()) {
+            let (gate, up) = (pair[0].min(7.0), pair[1].clamp(-7.0, 7.0));
+            let sigma = round(1.0 / (1.0 + (-round(1.702 * gate)).exp()));
+            assert_eq!(*h, round(round(up + 1.0) * round(gate * sigma)), "{pair:?}");
+        }
     }
 
     #[test]

@@ -13,10 +13,14 @@
 
 use std::ops::Range;
 
+use super::grouped_matmul_hopper as hopper;
+use super::grouped_matmul_plan::{GroupedOperands, GroupedShape, choose, params};
+use super::matmul_plan::Card;
 use super::{elementwise, matmul};
 use crate::kernel_args;
 use crate::tensor::cuda::Launch;
-use crate::tensor::{Device, Indices, MemoryCategory, Tensor, View, ViewMut};
+use crate::tensor::cuda::blaslt::Form;
+use crate::tensor::{DType, Device, Gpu, Indices, MemoryCategory, Tensor, View, ViewMut};
 
 /// Which rows belong to which group.
 #[derive(Debug, Clone, Copy)]
@@ -71,6 +75,9 @@ pub fn nt<'a, 'b, 'c>(
     assert_eq!((a.cols(), c.rows(), groups.count() * n), (b.cols(), a.rows(), b.rows()), "shapes of a·bᵀ by group");
     let fits = bias.is_none_or(|bias| bias.len() == b.rows() && bias.dtype() == device.dtype());
     assert!(fits, "a bias has a value for each row of b, in the format of weights");
+    if let (Device::Cuda(gpu), Groups::Device(offsets)) = (device, groups) {
+        return launch(gpu, Form::Nt, alpha, a, b, bias, beta, offsets, c);
+    }
     for (group, rows) in groups.occupied(a.rows()) {
         let (first, count) = (rows.start, rows.len());
         let (a, b) = (a.row_range(first, count), b.row_range(group * n, n));
@@ -115,6 +122,9 @@ pub fn nn<'a, 'b, 'c>(
     let (a, b, mut c) = (a.into(), b.into(), c.into());
     let n = a.cols();
     assert_eq!((groups.count() * n, c.rows(), c.cols()), (b.rows(), a.rows(), b.cols()), "shapes of a·b by group");
+    if let (Device::Cuda(gpu), Groups::Device(offsets)) = (device, groups) {
+        return launch(gpu, Form::Nn, alpha, a, b, None, beta, offsets, c);
+    }
     for (group, rows) in groups.occupied(a.rows()) {
         let (a, b) = (a.row_range(rows.start, rows.len()), b.row_range(group * n, n));
         matmul::nn(device, alpha, a, b, beta, c.reborrow().row_range(rows.start, rows.len()));
@@ -133,10 +143,53 @@ pub fn tn<'a, 'b, 'c>(
     let (a, b, mut c) = (a.into(), b.into(), c.into());
     let m = a.cols();
     assert_eq!((a.rows(), c.rows(), c.cols()), (b.rows(), groups.count() * m, b.cols()), "shapes of aᵀ·b by group");
+    if let (Device::Cuda(gpu), Groups::Device(offsets)) = (device, groups) {
+        return launch(gpu, Form::Tn, alpha, a, b, None, 1.0, offsets, c);
+    }
     for (group, rows) in groups.occupied(a.rows()) {
         let (a, b) = (a.row_range(rows.start, rows.len()), b.row_range(rows.start, rows.len()));
         matmul::tn(device, alpha, a, b, 1.0, c.reborrow().row_range(group * m, m));
     }
+}
+
+/// Queues a product whose groups the device knows.
+#[expect(clippy::too_many_arguments, reason = "the operands of one operation")]
+fn launch(
+    gpu: &Gpu,
+    form: Form,
+    alpha: f32,
+    a: View<'_>,
+    b: View<'_>,
+    bias: Option<&Tensor>,
+    beta: f32,
+    offsets: &Indices,
+    c: ViewMut<'_>,
+) {
+    let (groups, rows, n) = (offsets.len() - 1, a.rows(), c.cols());
+    let (m, k) = if form == Form::Tn { (a.cols(), 0) } else { (0, a.cols()) };
+    if groups == 0 || rows == 0 || n == 0 || (form == Form::Tn && m == 0) {
+        return;
+    }
+    let out = if form == Form::Tn { DType::F32 } else { DType::Bf16 };
+    assert_eq!((a.dtype(), b.dtype(), c.dtype()), (DType::Bf16, DType::Bf16, out), "formats of a product by group");
+    let shape = GroupedShape { form, groups, rows, m, n, k, lda: a.stride(), ldb: b.stride(), ldc: c.stride() };
+    let bias = bias.map_or(0, Tensor::pointer);
+    let (a, b, c, offsets) = (a.pointer(), b.pointer(), c.pointer(), offsets.pointer());
+    let operands = GroupedOperands { a, b, c, bias, offsets, alpha, beta };
+    if hopper::takes(gpu.facts(), &shape, &operands) && hopper::is_better(&shape) {
+        hopper::launch(gpu, &shape, &operands);
+    } else {
+        launch_on_every_card(gpu, &shape, &operands);
+    }
+}
+
+/// Queues a product by the kernels that every card runs.
+pub fn launch_on_every_card(gpu: &Gpu, shape: &GroupedShape, operands: &GroupedOperands) {
+    let facts = gpu.facts();
+    let plan = choose(shape, Card { max_shared_bytes: facts.max_shared_bytes, num_sms: facts.num_sms });
+    gpu.allow_shared_bytes(plan.kernel, plan.shared_bytes);
+    let launch = Launch { shared_bytes: plan.shared_bytes, ..Launch::new(plan.blocks, plan.threads) };
+    gpu.launch_struct(plan.kernel, launch, &params(shape, operands));
 }
 
 #[cfg(test)]

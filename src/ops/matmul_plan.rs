@@ -8,7 +8,7 @@
 use crate::tensor::cuda::blaslt::{Form, Operands, Shape};
 use crate::tensor::dtype::DType;
 
-/// What `kernels/matmul.cu` takes, by value: `MatmulParams` there. Addresses are device addresses, strides are in values.
+/// What `kernels/matmul.cu` takes, by value: `MatmulParams` of `kernels/matmul.cuh`. Addresses are device addresses, strides are in values.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MatmulParams {

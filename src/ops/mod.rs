@@ -14,6 +14,8 @@ pub mod embedding;
 pub mod expert_activation;
 pub mod expert_bias;
 pub mod grouped_matmul;
+pub mod grouped_matmul_hopper;
+pub mod grouped_matmul_plan;
 pub mod matmul;
 pub mod matmul_plan;
 pub mod multi_tensor;

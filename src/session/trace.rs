@@ -198,6 +198,7 @@ mod tests {
             counters: None,
             cache: None,
             copies: None,
+            moe: None,
             spans,
         }
     }

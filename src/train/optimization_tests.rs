@@ -12,7 +12,7 @@ use crate::ops::testing::{Values, assert_close, cpu};
 use crate::tensor::offload::Faults;
 use crate::tensor::{Device, MemoryCategory};
 use crate::train::config::{
-    AttentionPath, MemoryConfig, MemoryPolicy, OffloadPolicy, OptimizationsConfig, TrainConfig,
+    AttentionPath, MemoryConfig, MemoryPolicy, OffloadPolicy, OptimizationsConfig, Routing, TrainConfig,
 };
 use crate::train::report::Optimization;
 
@@ -80,6 +80,7 @@ fn no_switch_changes_a_bit_of_twenty_steps() {
                 activations,
                 attention,
                 metadata: MetadataPolicy { metadata, capacity: 0 },
+                routing: Routing::default(),
                 offload: offload(buffers),
                 cuda_graphs: true,
                 memory: MemoryPolicy { middle, ..MemoryPolicy::default() },

@@ -7,6 +7,7 @@ mod attention;
 mod heads;
 mod nf4;
 mod products;
+mod routing;
 
 use tandem::base::rng::{Philox, unit_f32};
 use tandem::ops::adamw::AdamWParams;

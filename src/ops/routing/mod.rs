@@ -11,6 +11,8 @@ mod rows;
 pub use grouping::{Grouping, find, group};
 pub use rows::{combine, gather};
 
+use std::mem::offset_of;
+
 use rayon::prelude::*;
 
 use super::{MIN_ROWS_PER_TASK, vector};
@@ -237,27 +239,50 @@ pub fn backward<'d>(
         }
         Device::Cuda(gpu) => {
             let (counted, counted_at) = balance.map_or((0, 0), |balance| balance.rows.arguments(tokens));
-            let args = kernel_args![
-                logits.pointer(),
-                experts.pointer(),
-                weights.pointer(),
-                dweights.pointer(),
-                bias_dots.map_or(0, Tensor::pointer),
-                balance.map_or(0, |balance| balance.gradient.pointer()),
+            let params = BackwardParams {
+                logits: logits.pointer(),
+                experts: experts.pointer(),
+                weights: weights.pointer(),
+                dweights: dweights.pointer(),
+                bias_dots: bias_dots.map_or(0, Tensor::pointer),
+                balance: balance.map_or(0, |balance| balance.gradient.pointer()),
                 counted_at,
-                dlogits.pointer(),
-                dlogits.stride() as i64,
-                tokens as i32,
-                num_experts as i32,
-                k as i32,
-                columns as i32,
+                dlogits: dlogits.pointer(),
+                stride: dlogits.stride() as i64,
+                tokens: tokens as i32,
+                num_experts: num_experts as i32,
+                k: k as i32,
+                columns: columns as i32,
                 counted,
-                i32::from(how == RouterWeights::All),
-            ];
-            gpu.launch(&sized("router_backward", num_experts), a_warp_a_row(tokens), args);
+                all: i32::from(how == RouterWeights::All),
+            };
+            gpu.launch_struct(&sized("router_backward", num_experts), a_warp_a_row(tokens), &params);
         }
     }
 }
+
+/// The arguments of the backward pass, laid out as in `kernels/routing.cu`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct BackwardParams {
+    logits: u64,
+    experts: u64,
+    weights: u64,
+    dweights: u64,
+    bias_dots: u64,
+    balance: u64,
+    counted_at: u64,
+    dlogits: u64,
+    stride: i64,
+    tokens: i32,
+    num_experts: i32,
+    k: i32,
+    columns: i32,
+    counted: i32,
+    all: i32,
+}
+
+const _: () = assert!(size_of::<BackwardParams>() == 96 && offset_of!(BackwardParams, tokens) == 72);
 
 /// Adds over the first `rows` rows: to `counts` f32 [E] how often each expert was chosen, and to `probabilities` f32 [E] the softmax over all experts
 /// of `logits` f32 [T, E]. They are what an auxiliary loss and measures are made of.
@@ -314,11 +339,7 @@ pub fn count<'r>(
 
 /// The form of a kernel for so many experts: a lane has one, four or eight of a row.
 fn sized(kernel: &str, num_experts: usize) -> String {
-    let size = match num_experts {
-        ..=32 => 32,
-        ..=128 => 128,
-        _ => MAX_EXPERTS,
-    };
+    let size = [32, 128].into_iter().find(|size| num_experts <= *size).unwrap_or(MAX_EXPERTS);
     format!("{kernel}_{size}")
 }
 

@@ -2,7 +2,8 @@
 
 use crate::model::metadata::{CacheCounts, CacheEntry};
 use crate::train::config::{AttentionPath, Metadata};
-use crate::train::report::{CacheReport, CopyReport};
+use crate::train::config::Routing;
+use crate::train::report::{CacheReport, CopyReport, MoeReport};
 use proptest::prelude::*;
 
 use super::*;
@@ -61,6 +62,15 @@ fn cache(step: u64) -> CacheReport {
     CacheReport { metadata: Metadata::Cached, counts, metadata_ms, entries: vec![entry(None), entry(Some(128))] }
 }
 
+fn experts(step: u64) -> MoeReport {
+    MoeReport {
+        routing: Routing::Sorted,
+        experts_per_token: 2,
+        tokens_per_expert: vec![vec![step, 0, 7], vec![1, 2, 3]],
+        routing_ms: step.is_multiple_of(2).then_some(0.25),
+    }
+}
+
 fn copies(step: u64) -> CopyReport {
     CopyReport {
         buffers: 2,
@@ -102,6 +112,7 @@ fn step() -> impl Strategy<Value = RunEvent> {
             counters: step.is_multiple_of(2).then_some(CounterValues { launches: step, host_syncs: 1, allocations: 0 }),
             cache: step.is_multiple_of(3).then(|| cache(step)),
             copies: step.is_multiple_of(5).then(|| copies(step)),
+            moe: step.is_multiple_of(7).then(|| experts(step)),
             spans,
         });
     (report, number(), number(), any::<u64>(), prop::option::of(number())).prop_map(
@@ -214,6 +225,7 @@ fn plain_step(step: u64, loss: f64, spans: Vec<Span>) -> TimedEvent {
         counters: None,
         cache: None,
         copies: None,
+        moe: None,
         spans,
     };
     let event = RunEvent::Step { report: Box::new(report), epoch: 0.5, elapsed_s: 1.0, tokens_seen: 8, eta_s: None };
@@ -286,7 +298,7 @@ fn a_store_of_the_version_before_is_read_without_what_it_lacks() {
     connection
         .execute_batch(
             "ALTER TABLE steps DROP COLUMN cache; ALTER TABLE steps DROP COLUMN copies; \
-         ALTER TABLE steps DROP COLUMN pinned;",
+         ALTER TABLE steps DROP COLUMN pinned; ALTER TABLE steps DROP COLUMN moe;",
         )
         .unwrap();
     connection.pragma_update(None, "user_version", 2).unwrap();
@@ -305,7 +317,7 @@ fn a_store_is_never_written_over_and_foreign_files_are_refused() {
     connection.pragma_update(None, "user_version", 7).unwrap();
     drop(connection);
     let message = read(folder.path()).unwrap_err().to_string();
-    assert!(message.ends_with("has version 7; this Tandem reads versions 2 to 4"), "{message}");
+    assert!(message.ends_with("has version 7; this Tandem reads versions 2 to 5"), "{message}");
     std::fs::write(&path, "not a database at all, only text").unwrap();
     assert!(read(folder.path()).is_err());
 }

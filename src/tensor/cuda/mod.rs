@@ -22,6 +22,7 @@ pub mod probe;
 mod readback;
 mod recording;
 mod staging;
+pub mod tensor_map;
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

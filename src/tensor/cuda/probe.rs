@@ -49,6 +49,7 @@ const NEEDED: &[&str] = &[
     "cuModuleGetFunction",
     "cuFuncSetAttribute",
     "cuLaunchKernel",
+    "cuTensorMapEncodeTiled",
     "cuGraphInstantiateWithFlags",
     "cuGraphGetNodes",
     "cuGraphNodeGetType",
