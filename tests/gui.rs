@@ -8,6 +8,8 @@ mod compare;
 mod fixture;
 #[path = "gui/live.rs"]
 mod live;
+#[path = "gui/moe.rs"]
+mod moe;
 #[path = "gui/setup.rs"]
 mod setup;
 mod support;
@@ -241,6 +243,11 @@ fn every_screen_draws_in_both_themes_and_small_windows() {
                 harness.run_steps(2);
                 app(&mut harness).show_run(PathBuf::from("/runs/한국어"), fixture::run(steps));
                 harness.run_steps(2);
+                app(&mut harness).show_run(PathBuf::from("/runs/한국어"), fixture::experts::run(fixture::experts::LARGE, steps));
+                harness.run_steps(2);
+                if steps > 0 {
+                    click(&mut harness, Role::RadioButton, "MoE");
+                }
                 harness.hover_at(egui::pos2(size[0] * 0.3, size[1] * 0.3));
                 harness.run_steps(2);
             }

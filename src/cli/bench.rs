@@ -431,16 +431,8 @@ fn print_row(out: &mut impl io::Write, row: &BenchRow) -> io::Result<()> {
         )?;
     }
     if let Some(moe) = &row.moe {
-        let layers = moe.tokens_per_expert.len();
-        let imbalance = (0..layers).filter_map(|layer| moe.imbalance(layer));
-        writeln!(
-            out,
-            "  experts: {:?} routing, {} ms in both passes; {layers} layers, fullest expert at most {:.2} of the mean, {} idle",
-            moe.routing,
-            ms(moe.routing_ms),
-            imbalance.fold(0.0, f64::max),
-            moe.idle_experts()
-        )?;
+        let load = moe.describe().unwrap_or_else(|| "none got a token".into());
+        writeln!(out, "  experts: {:?} routing, {} ms in both passes; {load}", moe.routing, ms(moe.routing_ms))?;
     }
     if let Some(copies) = &row.copies {
         writeln!(

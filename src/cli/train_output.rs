@@ -158,6 +158,9 @@ impl Output {
             bar.finish_and_clear();
         }
         let RunState::Finished { outcome, steps } = &self.view.state else { return };
+        if let Some(load) = self.view.last_step().and_then(|step| step.report.moe.as_ref()?.describe()) {
+            self.line(&format!("experts in the last step: {load}"));
+        }
         let word = match outcome {
             Outcome::Completed => "completed",
             Outcome::Stopped => "stopped",

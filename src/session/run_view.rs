@@ -6,12 +6,15 @@ use super::event::{NoteLevel, Outcome, RunEvent, RunInfo, TimedEvent};
 use super::{run_folder, store};
 use crate::base::error::Result;
 use crate::tensor::phase::Span;
-use crate::train::report::{Choice, EvalReport, Optimization, StepReport};
+use crate::train::report::{Choice, EvalReport, MoeReport, Optimization, StepReport};
 
 /// Weight of the past in the smoothed loss.
 const SMOOTHING: f64 = 0.9;
 /// Steps over which the speed is averaged.
 const SPEED_STEPS: usize = 10;
+
+/// Counts of tokens per expert that a view holds: 32 MiB.
+const MOST_COUNTS: usize = 4 << 20;
 
 /// Where a run stands.
 #[derive(Debug, Clone, PartialEq)]
@@ -146,6 +149,9 @@ pub struct RunView {
     pub last_spans: Option<StepSpans>,
     /// When the first event happened, in milliseconds since the Unix epoch.
     pub began_unix_ms: Option<i64>,
+    /// Counts of tokens per expert that the steps hold, and the first step that may hold some.
+    num_counts: usize,
+    first_counts: usize,
     /// Bias-free moving average of the loss: weighted sum and sum of weights.
     smoothing: (f64, f64),
 }
@@ -164,6 +170,8 @@ impl Default for RunView {
             saved: Vec::new(),
             last_spans: None,
             began_unix_ms: None,
+            num_counts: 0,
+            first_counts: 0,
             smoothing: (0.0, 0.0),
         }
     }
@@ -186,6 +194,23 @@ impl RunView {
             view.state = RunState::Interrupted;
         }
         Ok(view)
+    }
+
+    /// Whether its model has routed experts, as far as the run said so.
+    pub fn has_experts(&self) -> bool {
+        let reported = self.last_step().is_some_and(|step| step.report.moe.is_some());
+        reported || self.choices.iter().any(|choice| choice.optimization == Optimization::GroupedRouting)
+    }
+
+    /// Forgets tokens per expert of the oldest steps where all steps together hold too many: a step of a large model has thousands.
+    fn drop_old_counts(&mut self) {
+        while self.num_counts > MOST_COUNTS && self.first_counts + 1 < self.steps.len() {
+            if let Some(moe) = &mut self.steps[self.first_counts].report.moe {
+                self.num_counts -= moe.num_experts();
+                moe.tokens_per_expert = Vec::new();
+            }
+            self.first_counts += 1;
+        }
     }
 
     /// Takes in one event.
@@ -213,6 +238,7 @@ impl RunView {
                 if !spans.is_empty() {
                     self.last_spans = Some(StepSpans { step: report.step, spans });
                 }
+                self.num_counts += report.moe.as_ref().map_or(0, MoeReport::num_experts);
                 let smoothed_loss = self.smooth(report.loss);
                 self.steps.push(StepPoint {
                     unix_ms,
@@ -223,6 +249,7 @@ impl RunView {
                     eta_s: *eta_s,
                     smoothed_loss,
                 });
+                self.drop_old_counts();
             }
             RunEvent::Choices { step, choices } => self.choose(*step, choices),
             RunEvent::Eval(report) => self.evals.push(*report),
@@ -330,6 +357,46 @@ mod tests {
         let switched: Vec<_> = view.switched.iter().map(|s| (s.step, s.optimization, s.on)).collect();
         assert_eq!(switched, [(5, graphs, true), (9, cache, false)]);
         assert!(!view.choices[0].on && view.choices[1].on);
+    }
+
+    #[test]
+    fn counts_of_experts_are_forgotten_from_the_oldest_step_on() {
+        let report = |step: u64| StepReport {
+            step,
+            loss: 1.0,
+            grad_norm: 1.0,
+            clipped: false,
+            lr: 0.0,
+            total_tokens: 1,
+            document_tokens: 1,
+            num_label_tokens: 1,
+            step_ms: 1.0,
+            phases: Vec::new(),
+            not_attributed_ms: 0.0,
+            memory: crate::tensor::memory::MemoryReport::default(),
+            counters: None,
+            cache: None,
+            copies: None,
+            moe: Some(MoeReport {
+                routing: crate::model::policy::Routing::Grouped,
+                experts_per_token: 1,
+                layers: vec![0],
+                tokens_per_expert: vec![vec![1; MOST_COUNTS / 2]],
+                routing_ms: Some(0.5),
+            }),
+            spans: Vec::new(),
+        };
+        let mut view = RunView::default();
+        assert!(!view.has_experts());
+        for step in 1..=3 {
+            let report = Box::new(report(step));
+            let event = RunEvent::Step { report, epoch: 0.0, elapsed_s: 0.0, tokens_seen: 0, eta_s: None };
+            view.apply(&at(step as i64, event));
+        }
+        let kept: Vec<usize> = view.steps.iter().map(|step| step.report.moe.as_ref().unwrap().num_experts()).collect();
+        assert_eq!(kept, [0, MOST_COUNTS / 2, MOST_COUNTS / 2]);
+        assert_eq!(view.steps[0].report.moe.as_ref().unwrap().routing_ms, Some(0.5), "the rest stays");
+        assert!(view.has_experts());
     }
 
     #[test]

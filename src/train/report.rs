@@ -91,7 +91,9 @@ pub struct MoeReport {
     pub routing: Routing,
     /// Experts of a token.
     pub experts_per_token: usize,
-    /// How many tokens went to each expert, for each layer that has experts; padding of passes included.
+    /// Blocks that have experts, in order.
+    pub layers: Vec<usize>,
+    /// How many tokens went to each expert, for each of `layers`; padding of passes included. Empty where that was not kept.
     pub tokens_per_expert: Vec<Vec<u64>>,
     /// Time of the routing phase in both passes, recomputation apart, in milliseconds; `None` when it was not measured.
     pub routing_ms: Option<f64>,
@@ -103,6 +105,39 @@ impl MoeReport {
         let tokens = self.tokens_per_expert.get(layer)?;
         let all: u64 = tokens.iter().sum();
         (all > 0).then(|| *tokens.iter().max().unwrap_or(&0) as f64 * tokens.len() as f64 / all as f64)
+    }
+
+    /// The layer whose load is least even, with its [imbalance](Self::imbalance); layers are counted among those with experts. `None` when no token
+    /// went to an expert.
+    pub fn worst_layer(&self) -> Option<(usize, f64)> {
+        let layers = (0..self.tokens_per_expert.len()).filter_map(|layer| Some((layer, self.imbalance(layer)?)));
+        // Of layers alike the first.
+        layers.rev().max_by(|a, b| a.1.total_cmp(&b.1))
+    }
+
+    /// Mean imbalance of the layers; `None` when no token went to an expert.
+    pub fn mean_imbalance(&self) -> Option<f64> {
+        let (sum, layers) = (0..self.tokens_per_expert.len())
+            .filter_map(|layer| self.imbalance(layer))
+            .fold((0.0, 0), |(sum, layers), imbalance| (sum + imbalance, layers + 1));
+        (layers > 0).then(|| sum / f64::from(layers))
+    }
+
+    /// Experts of all layers.
+    pub fn num_experts(&self) -> usize {
+        self.tokens_per_expert.iter().map(Vec::len).sum()
+    }
+
+    /// How even the load was, in a line; `None` when no token went to an expert.
+    pub fn describe(&self) -> Option<String> {
+        let (worst, most) = self.worst_layer()?;
+        let block = self.layers.get(worst).copied().unwrap_or(worst);
+        Some(format!(
+            "fullest expert {most:.2} times the mean in block {block}, {:.2} times over all layers; {} of {} experts idle",
+            self.mean_imbalance()?,
+            self.idle_experts(),
+            self.num_experts()
+        ))
     }
 
     /// Experts of all layers that got no token.
@@ -247,4 +282,29 @@ pub struct EvalReport {
     pub num_documents: u64,
     /// Wall time in milliseconds.
     pub eval_ms: f64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_load_of_experts_is_told_by_its_worst_layer_and_on_average() {
+        let mut report = MoeReport {
+            routing: Routing::Grouped,
+            experts_per_token: 2,
+            layers: vec![0, 2, 3],
+            tokens_per_expert: vec![vec![4, 4, 4, 4], vec![0, 12, 4, 0], vec![0; 4]],
+            routing_ms: None,
+        };
+        assert_eq!((report.imbalance(0), report.imbalance(1), report.imbalance(2)), (Some(1.0), Some(3.0), None));
+        assert_eq!((report.worst_layer(), report.mean_imbalance()), (Some((1, 3.0)), Some(2.0)));
+        assert_eq!((report.idle_experts(), report.num_experts()), (6, 12));
+        assert_eq!(
+            report.describe().unwrap(),
+            "fullest expert 3.00 times the mean in block 2, 2.00 times over all layers; 6 of 12 experts idle"
+        );
+        report.tokens_per_expert.clear();
+        assert_eq!((report.worst_layer(), report.mean_imbalance(), report.describe()), (None, None, None));
+    }
 }

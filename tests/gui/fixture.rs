@@ -1,5 +1,6 @@
 //! A run as test data: losses that fall, phases that sum up, memory by category, a cache that answers.
 
+pub mod experts;
 pub mod offload;
 pub mod reports;
 
@@ -101,6 +102,7 @@ fn choices() -> Vec<Choice> {
             Optimization::ActivationOffload => (false, true, "host memory is where a CPU keeps them anyway"),
             Optimization::KeepActivations => (false, true, "set in the configuration"),
             Optimization::VarlenAttention => (true, true, "no T×T mask"),
+            Optimization::GroupedRouting => (false, false, "the model has no experts"),
             Optimization::CudaGraphs => (false, false, "there is no GPU in this run"),
             Optimization::HostEmbedding | Optimization::HostOptimizerState => (false, true, "as set"),
             Optimization::MlpTiles => (true, false, "set before the run: at most 2,048 tokens at one time"),
@@ -160,7 +162,7 @@ fn step_report(step: u64) -> StepReport {
                 Phase::Metadata => (Some(0.6), None, None),
                 Phase::Optimizer => (None, None, Some(34.0)),
                 Phase::DataWait => (None, None, Some(0.02)),
-                Phase::Moe | Phase::ExposedCopy | Phase::HostWait => (None, None, None),
+                Phase::Moe | Phase::Routing | Phase::ExposedCopy | Phase::HostWait => (None, None, None),
             };
             PhaseTime { phase, forward_ms, backward_ms, step_ms }
         })
@@ -195,6 +197,7 @@ fn step_report(step: u64) -> StepReport {
         counters: None,
         cache: Some(cache()),
         copies: None,
+        moe: None,
         spans: spans(sum),
     }
 }

@@ -61,6 +61,7 @@ fn choices(step: u64, two_buffers: bool) -> RunEvent {
         Optimization::ActivationOffload => (true, true, "switched by you"),
         Optimization::KeepActivations => (false, true, "keeping all would need 64.20 GiB, and 5.90 GiB are free"),
         Optimization::VarlenAttention => (true, true, "no T×T mask"),
+        Optimization::GroupedRouting => (false, false, "the model has no experts"),
         Optimization::CudaGraphs => (false, false, "copies of offloaded activations are not recorded"),
         Optimization::HostEmbedding | Optimization::HostOptimizerState => (false, true, "as set"),
         Optimization::MlpTiles => (true, false, "set before the run: at most 2,048 tokens at one time"),

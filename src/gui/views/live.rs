@@ -3,6 +3,7 @@
 
 mod anatomy;
 mod cache;
+mod experts;
 mod formulas;
 mod header;
 mod intervals;
@@ -43,6 +44,7 @@ pub struct LiveView {
     anatomy: anatomy::AnatomyTile,
     streams: streams::StreamsTile,
     switchboard: switchboard::Switchboard,
+    cache: cache::CacheTile,
     log: log::LogTile,
     /// The step under the pointer, shared by the tiles.
     hovered_step: Option<u64>,
@@ -86,7 +88,7 @@ impl LiveView {
         paired: &[(Optimization, f64)],
         context: &mut ViewContext<'_>,
     ) {
-        let layout = layout::Layout::of(rest.size());
+        let layout = layout::Layout::of(rest.size(), switchboard::switches(&run.view).count());
         if !layout.scrolls {
             self.place(ui, rest, &layout, (run, paired), context);
             return;
@@ -129,7 +131,7 @@ impl LiveView {
             context,
         );
         predicted::show(ui, at(layout.predicted), view, &figures, compact);
-        cache::show(ui, at(layout.cache), view, marked, compact);
+        self.cache.show(ui, at(layout.cache), view, marked, compact);
         if hovered != self.hovered_step {
             self.hovered_step = hovered;
             ui.ctx().request_repaint();

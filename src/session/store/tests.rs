@@ -66,6 +66,7 @@ fn experts(step: u64) -> MoeReport {
     MoeReport {
         routing: Routing::Sorted,
         experts_per_token: 2,
+        layers: vec![0, 3],
         tokens_per_expert: vec![vec![step, 0, 7], vec![1, 2, 3]],
         routing_ms: step.is_multiple_of(2).then_some(0.25),
     }

@@ -64,6 +64,7 @@ impl ExpertsReader {
         Some(MoeReport {
             routing,
             experts_per_token: moe.num_experts_per_tok,
+            layers: moe.layers.iter().enumerate().filter(|(_, has)| **has).map(|(layer, _)| layer).collect(),
             tokens_per_expert: layers.map(|layer| layer.iter().map(|&count| count as u64).collect()).collect(),
             routing_ms: time.and_then(|time| time.passes_ms()),
         })

@@ -86,7 +86,14 @@ impl AnatomyTile {
                     Choice::All | Choice::Mean => &view.steps[..],
                 };
                 bars(ui, area.with_max_x(area.left() + chart_width), steps, marks, marked, hovered);
-                table(ui, area.with_min_x(area.right() - table_columns.width), &title, &times, &table_columns);
+                table(
+                    ui,
+                    area.with_min_x(area.right() - table_columns.width),
+                    &title,
+                    &times,
+                    view.has_experts(),
+                    &table_columns,
+                );
             },
         );
         self.choice = choice;
@@ -309,9 +316,14 @@ impl TableColumns {
     }
 }
 
-fn table(ui: &mut Ui, rect: Rect, title: &str, times: &Times, columns: &TableColumns) {
+fn table(ui: &mut Ui, rect: Rect, title: &str, times: &Times, has_experts: bool, columns: &TableColumns) {
     let theme = Theme::of(ui);
-    let row_height = ((rect.height() - 4.0) / 14.0).clamp(15.0, 23.0);
+    let (measured, missing): (Vec<&PhaseTime>, Vec<&PhaseTime>) =
+        times.phases.iter().partition(|p| p.total_ms().is_some());
+    // Head, rest and whole step stand around what was measured; what was not is shown where there is room.
+    let room = rect.height() - 4.0;
+    let least = (room / (measured.len() + 3) as f32).min(15.0);
+    let row_height = (room / (Phase::ALL.len() + 4) as f32).clamp(least, 23.0);
     let mut y = rect.top() + row_height / 2.0;
     let painter = ui.painter().clone();
     let x = |column: usize| rect.right() - columns.right[column];
@@ -322,8 +334,6 @@ fn table(ui: &mut Ui, rect: Rect, title: &str, times: &Times, columns: &TableCol
     let share = |ms: f64| {
         if times.step_ms > 0.0 { figures::ms(100.0 * ms / times.step_ms) } else { figures::NONE.into() }
     };
-    let (measured, missing): (Vec<&PhaseTime>, Vec<&PhaseTime>) =
-        times.phases.iter().partition(|p| p.total_ms().is_some());
     for phase in measured {
         y += row_height;
         let total = phase.total_ms().unwrap_or_default();
@@ -372,11 +382,23 @@ fn table(ui: &mut Ui, rect: Rect, title: &str, times: &Times, columns: &TableCol
         swatch(&painter, rect.left(), y).hatch(&painter, theme);
         let name_at = pos2(rect.left() + 18.0, y);
         text(&painter, name_at, Align2::LEFT_CENTER, phase.phase.name(), fonts::table(), theme.tdis, 110.0);
-        text(&painter, pos2(rect.right(), y), Align2::RIGHT_CENTER, "not measured", fonts::small(), theme.t3, 120.0);
+        let why = missing_why(phase.phase, times, has_experts);
+        text(&painter, pos2(rect.right(), y), Align2::RIGHT_CENTER, why, fonts::small(), theme.t3, 150.0);
+        tell(ui, rect, y, row_height, &format!("{}: {why}", phase.phase.name()));
     }
     let y = y + row_height;
     if y + row_height / 2.0 <= rect.bottom() + 4.0 {
         verdict(&painter, theme, rect, y, times);
+    }
+}
+
+/// Why a phase has no times.
+fn missing_why(phase: Phase, times: &Times, has_experts: bool) -> &'static str {
+    let has = |phase: Phase| times.phases.iter().any(|time| time.phase == phase && time.total_ms().is_some());
+    match phase {
+        Phase::Moe | Phase::Routing if !has_experts => "no experts in this model",
+        Phase::Mlp if has(Phase::Moe) => "every layer has experts",
+        _ => "not measured",
     }
 }
 

@@ -1,24 +1,70 @@
-//! The cache tile: lookups, hits and builds of metadata in one step, as figures, as a strip of cells, and what is kept.
+//! The cache tile: lookups, hits and builds of metadata in one step, as figures, as a strip of cells, and what is kept. In a run of a model with
+//! experts it has a second side, which is theirs.
 
 use egui::accesskit::Role;
 use egui::{Align2, Painter, Rect, Stroke, StrokeKind, Ui, WidgetInfo, pos2, vec2};
 
+use super::experts;
 use super::loss::step_point;
 use crate::base::units;
 use crate::gui::theme::Theme;
-use crate::gui::widgets::{Stat, Tile, describe, label, rule, text};
+use crate::gui::widgets::{Stat, Tile, describe, label, rule, segmented, text};
 use crate::gui::{figures, fonts};
-use crate::session::run_view::RunView;
+use crate::session::run_view::{RunView, StepPoint};
 use crate::session::{AttentionPath, CacheEntry, CacheReport, Metadata, Phase};
 
 /// Height of a cell, and its least width with the gap after it.
 const CELL: f32 = 14.0;
 const PITCH: f32 = 4.0;
 
-/// Draws the tile; `marked` is the step under the pointer.
-pub fn show(ui: &mut Ui, rect: Rect, view: &RunView, marked: Option<u64>, compact: bool) {
+/// What the tile shows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+enum Side {
+    #[default]
+    Cache,
+    Experts,
+}
+
+/// The tile's state.
+#[derive(Default)]
+pub struct CacheTile {
+    side: Side,
+}
+
+impl CacheTile {
+    /// Draws the tile; `marked` is the step under the pointer.
+    pub fn show(&mut self, ui: &mut Ui, rect: Rect, view: &RunView, marked: Option<u64>, compact: bool) {
+        let step = marked.and_then(|step| step_point(view, step)).or(view.last_step());
+        if !view.has_experts() {
+            cache(ui, rect, step, compact);
+            return;
+        }
+        let theme = Theme::of(ui);
+        let mut side = self.side;
+        let (title, form) = match side {
+            Side::Cache => ("Packing metadata cache", None),
+            Side::Experts => ("Experts", step.and_then(|step| Some(experts::how(step.report.moe.as_ref()?.routing)))),
+        };
+        let controls = |ui: &mut Ui| {
+            ui.spacing_mut().item_spacing.x = 8.0;
+            segmented(ui, "Shown in this tile", &mut side, &[(Side::Cache, "cache"), (Side::Experts, "MoE")], 20.0);
+            if let Some(step) = step {
+                let number = format!("step {}", units::count(step.report.step));
+                let words = form.map_or(number.clone(), |form| format!("{form}, {number}"));
+                label(ui, &words, fonts::small(), theme.t3);
+            }
+        };
+        Tile::new(title).show(ui, rect, controls, |ui| match self.side {
+            Side::Cache => cache_body(ui, step, compact),
+            Side::Experts => experts::body(ui, step, compact),
+        });
+        self.side = side;
+    }
+}
+
+/// The tile without a second side.
+fn cache(ui: &mut Ui, rect: Rect, step: Option<&StepPoint>, compact: bool) {
     let theme = Theme::of(ui);
-    let step = marked.and_then(|step| step_point(view, step)).or(view.last_step());
     let report = step.and_then(|step| step.report.cache.as_ref());
     let note = |ui: &mut Ui| {
         if let Some((step, report)) = step.zip(report) {
@@ -26,12 +72,16 @@ pub fn show(ui: &mut Ui, rect: Rect, view: &RunView, marked: Option<u64>, compac
             label(ui, &words, fonts::small(), theme.t3);
         }
     };
-    Tile::new("Packing metadata cache").show(ui, rect, note, |ui| match report {
+    Tile::new("Packing metadata cache").show(ui, rect, note, |ui| cache_body(ui, step, compact));
+}
+
+fn cache_body(ui: &mut Ui, step: Option<&StepPoint>, compact: bool) {
+    match step.and_then(|step| step.report.cache.as_ref()) {
         Some(report) => body(ui, report, compact),
         None => {
-            label(ui, "Not measured in this step.", fonts::table(), theme.t3);
+            label(ui, "Not measured in this step.", fonts::table(), Theme::of(ui).t3);
         }
-    });
+    }
 }
 
 fn how(metadata: Metadata) -> &'static str {

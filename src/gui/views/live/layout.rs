@@ -2,6 +2,10 @@
 
 use egui::{Rect, Vec2, pos2};
 
+use super::switchboard;
+use crate::gui::widgets::tile::TITLE_HEIGHT;
+use crate::session::Optimization;
+
 /// Below this width the tiles stand in two columns.
 const WIDE: f32 = 1130.0;
 /// Below this height tables take their compact form.
@@ -37,9 +41,9 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// The layout for an area of `size`.
-    pub fn of(size: Vec2) -> Self {
-        if size.x >= WIDE { three_columns(size) } else { two_columns(size) }
+    /// The layout for an area of `size` with so many switches.
+    pub fn of(size: Vec2, switches: usize) -> Self {
+        if size.x >= WIDE { three_columns(size, switches) } else { two_columns(size) }
     }
 }
 
@@ -61,7 +65,7 @@ fn rows<const N: usize>(parts: [f32; N], end: f32) -> [(f32, f32); N] {
     rows
 }
 
-fn three_columns(size: Vec2) -> Layout {
+fn three_columns(size: Vec2, switches: usize) -> Layout {
     let height = size.y.max(SHORTEST);
     let compact = height < ROOMY;
     let right = size.x - if compact { 336.0 } else { 352.0 };
@@ -69,7 +73,9 @@ fn three_columns(size: Vec2) -> Layout {
     let (first, second, third) = ((0.0, middle), (middle + 1.0, right - 1.0), (right, size.x));
     let (upper, streams) = if compact { (238.0, 152.0) } else { (height * 0.374, height * 0.234) };
     let [upper, streams, lower] = rows([upper, streams, 0.0], height);
-    let (optimizations, predicted) = if compact { (224.0, 178.0) } else { (266.0, 206.0) };
+    let (row, around, predicted) =
+        if compact { (switchboard::compact_row(switches), 10.0, 178.0) } else { (switchboard::ROW, 16.0, 206.0) };
+    let optimizations = TITLE_HEIGHT + around + row * switches.max(Optimization::ALL.len()) as f32;
     let [optimizations, predicted, cache] = rows([optimizations, predicted, 0.0], height);
     Layout {
         height,
@@ -121,26 +127,30 @@ mod tests {
         for size in
             [vec2(1376.0, 796.0), vec2(1216.0, 616.0), vec2(960.0, 596.0), vec2(896.0, 496.0), vec2(2496.0, 1336.0)]
         {
-            let layout = Layout::of(size);
-            let tiles = tiles(&layout);
-            assert!(layout.height >= size.y);
-            let whole = Rect::from_min_size(pos2(0.0, 0.0), vec2(size.x, layout.height));
-            let mut area = 0.0;
-            for (i, tile) in tiles.iter().enumerate() {
-                assert!(whole.contains_rect(*tile), "{tile:?} at {size:?}");
-                assert!(tile.width() >= 330.0 && tile.height() >= 140.0, "{tile:?} at {size:?}");
-                assert!(tiles[..i].iter().all(|other| !other.intersects(*tile)), "{tile:?} at {size:?}");
-                area += tile.area();
+            for switches in [0, 6, 7] {
+                let layout = Layout::of(size, switches);
+                let tiles = tiles(&layout);
+                assert!(layout.height >= size.y);
+                let whole = Rect::from_min_size(pos2(0.0, 0.0), vec2(size.x, layout.height));
+                let mut area = 0.0;
+                for (i, tile) in tiles.iter().enumerate() {
+                    assert!(whole.contains_rect(*tile), "{tile:?} at {size:?}");
+                    assert!(tile.width() >= 330.0 && tile.height() >= 140.0, "{tile:?} at {size:?}");
+                    assert!(tiles[..i].iter().all(|other| !other.intersects(*tile)), "{tile:?} at {size:?}");
+                    area += tile.area();
+                }
+                // What is left is lines of one pixel.
+                assert!(whole.area() - area < 6.0 * (size.x + layout.height), "{size:?}");
             }
-            // What is left is lines of one pixel.
-            assert!(whole.area() - area < 6.0 * (size.x + layout.height), "{size:?}");
         }
     }
 
     #[test]
     fn the_window_of_the_design_has_no_scroll_bar() {
-        assert_eq!(Layout::of(vec2(1376.0, 796.0)).height, 796.0);
-        let small = Layout::of(vec2(1216.0, 616.0));
-        assert!(small.height == 616.0 && small.compact);
+        for switches in [6, 7] {
+            assert_eq!(Layout::of(vec2(1376.0, 796.0), switches).height, 796.0);
+            let small = Layout::of(vec2(1216.0, 616.0), switches);
+            assert!(small.height == 616.0 && small.compact);
+        }
     }
 }

@@ -8,7 +8,7 @@ use crate::gui::theme::Theme;
 use crate::gui::views::{Request, ViewContext};
 use crate::gui::widgets::{Tile, describe, label, switch, text};
 use crate::gui::{figures, fonts};
-use crate::session::run_view::RunState;
+use crate::session::run_view::{RunState, RunView};
 use crate::session::{Choice, Optimization};
 
 /// Distance of the right edge of the predictions from the tile's right edge.
@@ -17,6 +17,21 @@ const PREDICTED: f32 = 66.0;
 const WORDS: f32 = 34.0;
 /// Steps after which a switch that nobody answered shows the run's word again: the report of a step may come one late.
 const PATIENCE: u64 = 3;
+
+/// Height of a row where there is room.
+pub const ROW: f32 = 37.0;
+
+/// Height of a row in a small window.
+pub fn compact_row(switches: usize) -> f32 {
+    if switches > Optimization::ALL.len() { 28.0 } else { 31.0 }
+}
+
+/// The choices that have a row. What lies where is told by the memory tile and the log.
+pub fn switches(view: &RunView) -> impl Iterator<Item = &Choice> {
+    let has_row =
+        |optimization| Optimization::ALL.contains(&optimization) || optimization == Optimization::GroupedRouting;
+    view.choices.iter().filter(move |choice| has_row(choice.optimization))
+}
 
 /// What optimizations are worth in a run, as far as that is known.
 pub struct Worth<'a> {
@@ -79,11 +94,9 @@ impl Switchboard {
                 label(ui, "This run did not say which optimizations are on.", fonts::table(), theme.t3);
                 return;
             }
-            let height = if compact { 31.0 } else { 37.0 };
+            let height = if compact { compact_row(switches(view).count()) } else { ROW };
             let area = ui.max_rect().translate(vec2(0.0, -4.0));
-            // What lies where is told by the memory tile and the log.
-            let switches = view.choices.iter().filter(|choice| Optimization::ALL.contains(&choice.optimization));
-            for (i, choice) in switches.enumerate() {
+            for (i, choice) in switches(view).enumerate() {
                 let top = area.top() + i as f32 * height;
                 let row = Rect::from_min_size(pos2(area.left(), top), vec2(area.width(), height));
                 let before = self.pending_of(choice);
