@@ -19,7 +19,7 @@ use crate::train::config::{MethodConfig, MethodKind};
 /// The word for all projections.
 const ALL_LINEAR: &str = "all-linear";
 /// The projections of an MLP.
-const MLP: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
+pub const MLP: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
 
 /// A model as shown before training.
 #[derive(Debug, Clone, PartialEq)]

@@ -30,6 +30,7 @@ pub mod training_data;
 mod support;
 
 pub use crate::data::options::{LayoutChoice, Overlong, TrainOn};
+pub use crate::formats::peft::{EXPERT_PARAMETERS, expert_targets};
 pub use crate::model::metadata::{CacheCounts, CacheEntry, MetadataPolicy};
 pub use crate::tensor::memory::{CategoryBytes, MemoryCategory, MemoryReport};
 pub use crate::tensor::phase::{LaneKind, Pass, Phase, PhaseTime, Span};

@@ -272,3 +272,69 @@ fn a_run_toml_fills_the_screen() {
     assert_eq!(app(&mut harness).setup_config().0.seed, 5, "a broken file changes nothing");
     assert!(harness.query_by_label_contains("rank").is_some(), "and is told");
 }
+
+#[test]
+fn experts_are_told_routed_and_adapted_where_the_model_has_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = support::dataset(folder.path(), 40);
+    let sparse = support::tiny_sparse_model(folder.path(), 2, &[]);
+    let mut harness = setup_screen();
+    type_paths(&mut harness, &support::tiny_model(folder.path()), &data);
+    wait_for(&mut harness, "the preview", can_start);
+    let has = |harness: &App, role: Role, label: &str| harness.query_by_role_and_label(role, label).is_some();
+    assert!(!has(&harness, Role::CheckBox, "experts down"), "a dense model");
+    click(&mut harness, Role::RadioButton, "optimizations");
+    assert!(harness.query_by_label("Grouped routing").is_none());
+    click(&mut harness, Role::Tab, "Compare");
+    let name = "Grouped MoE routing";
+    assert!(harness.get_by_role_and_label(Role::Switch, name).accesskit_node().is_disabled());
+    harness.get_by_label("Sorted MoE routing, the model in Set up is dense: it has no experts to route to");
+    click(&mut harness, Role::Tab, "Set up");
+
+    fill(&mut harness, "Model path", sparse.to_str().unwrap());
+    wait_for(&mut harness, "experts", |h| has(h, Role::CheckBox, "experts down"));
+    wait_for(&mut harness, "the preview", can_start);
+    harness.get_by_label_contains("2 KV heads, 6 experts, 2 a token, vocabulary 259");
+    assert!(harness.get_by_role_and_label(Role::CheckBox, "gate").accesskit_node().is_disabled());
+    harness.get_by_label("Every layer of this model has experts instead of an MLP with gate, up and down.");
+    for chip in ["q", "k", "v", "o"] {
+        click(&mut harness, Role::CheckBox, chip);
+    }
+    let problem = "choose at least one projection that this model has";
+    assert!(harness.query_all_by_label(problem).count() > 0);
+    assert!(!can_start(&harness), "gate, up and down are chosen, and there are none");
+    click(&mut harness, Role::CheckBox, "experts down");
+    // Two layers of six experts: A [6·16, 24] and B [32, 6·16].
+    let count = tandem::base::units::count(2 * 6 * 16 * (32 + 24));
+    harness.get_by_label_contains(&format!("{count} trainable weights"));
+    let combo = harness.get_by_role_and_label(Role::ComboBox, "Grouped routing");
+    combo.click();
+    harness.run_steps(4);
+    harness.get_by_label_contains("per expert: a read each").click();
+    harness.run_steps(4);
+    fill(&mut harness, "Tokens per pack", "64");
+    click(&mut harness, Role::RadioButton, "steps");
+    fill(&mut harness, "Steps", "2");
+    wait_for(&mut harness, "the preview", can_start);
+
+    click(&mut harness, Role::Tab, "Compare");
+    assert!(!harness.get_by_role_and_label(Role::Switch, name).accesskit_node().is_disabled());
+    click(&mut harness, Role::Tab, "Set up");
+    wait_for(&mut harness, "the preview", can_start);
+    click(&mut harness, Role::Button, START);
+    let run = harness.state().as_ref().unwrap().shown_run().unwrap().folder().to_path_buf();
+    let config = RunConfig::load(&run.join("run.toml")).unwrap();
+    assert_eq!(config.method.target_parameters, ["mlp.experts.down_proj"]);
+    assert_eq!(config.optimizations.grouped_routing, Switch::Off);
+    assert_eq!(config.optimizations.routing_baseline, tandem::session::RoutingBaseline::PerExpert);
+    wait_for(&mut harness, "the end of the run", |h| h.query_by_role_and_label(Role::Label, "Completed").is_some());
+    harness.get_by_label_contains("Grouped MoE routing: off, a search and a read an expert, as published");
+    click(&mut harness, Role::RadioButton, "MoE");
+    harness.get_by_label_contains("Tokens of 2 layers × 6 experts, ");
+    let view = tandem::session::run_view::RunView::load(&run).unwrap();
+    let shown = harness.state().as_ref().unwrap().shown_run().unwrap().view.steps.last().unwrap().report.moe.clone();
+    assert_eq!(view.last_step().unwrap().report.moe, shown, "the store has what the window had");
+    let report = shown.unwrap();
+    assert_eq!((report.layers.as_slice(), report.experts_per_token), (&[0, 1][..], 2));
+    assert!(report.tokens_per_expert.iter().all(|layer| layer.iter().sum::<u64>() > 0));
+}

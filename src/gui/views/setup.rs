@@ -18,7 +18,7 @@ use std::time::Instant;
 
 use egui::{Align, Align2, Layout, Rect, Ui, UiBuilder, pos2, vec2};
 
-use self::form::{Dropped, Form};
+use self::form::{Dropped, Form, Problem};
 use self::jobs::{Jobs, Wanted};
 use self::rows_tile::Side;
 use self::token_flow::{TokenFlow, Writing};
@@ -102,13 +102,33 @@ impl SetupView {
 
     /// The configuration that the fields make, and whether it is free of problems.
     pub fn config(&self) -> (RunConfig, bool) {
-        let (config, problems) = self.form.config();
+        let (config, problems) = self.config_and_problems();
         (config, problems.is_empty())
+    }
+
+    /// The configuration that the fields make, and what is wrong with it, by itself and for its model.
+    fn config_and_problems(&self) -> (RunConfig, Vec<Problem>) {
+        let (config, mut problems) = self.form.config();
+        let method = &config.method;
+        let Some(model) = self.jobs.model.of(&config.model.path).filter(|_| method.kind.has_adapters()) else {
+            return (config, problems);
+        };
+        let mut add = |field: &str, message: &str| {
+            if !problems.iter().any(|problem| problem.field == field) {
+                problems.push(Problem { field: field.into(), message: message.into() });
+            }
+        };
+        if model.experts.is_none() && !method.target_parameters.is_empty() {
+            add("method.target_parameters", "this model has no experts");
+        } else if model.num_trainable(method) == 0 {
+            add("method.target_modules", "choose at least one projection that this model has");
+        }
+        (config, problems)
     }
 
     /// The configuration that the fields make, for the screen of comparisons.
     pub fn subject(&self) -> Subject {
-        let (config, problems) = self.form.config();
+        let (config, problems) = self.config_and_problems();
         let model = self.jobs.model.of(&config.model.path);
         let is_dense = model.is_some_and(|model| model.experts.is_none());
         Subject { config, problem: problems.first().map(start_tile::in_words), is_dense }
@@ -205,7 +225,7 @@ impl SetupView {
 
     /// Draws the screen.
     pub fn ui(&mut self, ui: &mut Ui, context: &mut ViewContext<'_>) {
-        let (config, problems) = self.form.config();
+        let (config, problems) = self.config_and_problems();
         self.poll(&config, ui, context);
         let theme = Theme::of(ui);
         let body = ui.max_rect();

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use crate::base::units;
 use crate::session::config::RunConfig;
 use crate::session::{
-    ActivationsChoice, AttentionPath, LayoutChoice, MetadataBaseline, MethodKind, Overlong, PlacementChoice,
-    ScheduleKind, Switch, TrainOn,
+    ActivationsChoice, AttentionPath, EXPERT_PARAMETERS, LayoutChoice, MetadataBaseline, MethodKind, Overlong,
+    PlacementChoice, RoutingBaseline, ScheduleKind, Switch, TrainOn, expert_targets,
 };
 
 /// Projections that can get an adapter, with their short names on the screen.
@@ -37,6 +37,14 @@ pub enum CacheChoice {
     Auto,
     Kept,
     Rebuilt(MetadataBaseline),
+}
+
+/// What is done about tokens on their way to experts: two fields of `run.toml`, of which the second counts where the first is off.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RoutingChoice {
+    Auto,
+    Grouped,
+    Off(RoutingBaseline),
 }
 
 /// A field that holds something wrong.
@@ -71,6 +79,8 @@ pub struct Form {
     pub dropout: String,
     /// One flag a projection, in the order of [`PROJECTIONS`].
     pub adapters: [bool; 7],
+    /// One flag a weight of experts, in the order of [`EXPERT_PARAMETERS`].
+    pub expert_adapters: [bool; 2],
     pub lr: String,
     pub warmup: String,
     pub schedule: ScheduleKind,
@@ -84,6 +94,7 @@ pub struct Form {
     pub attention: AttentionPath,
     pub cuda_graphs: bool,
     pub cache: CacheChoice,
+    pub routing: RoutingChoice,
     pub offload_buffers: usize,
     pub embedding: PlacementChoice,
     pub optimizer_state: PlacementChoice,
@@ -118,6 +129,7 @@ impl Form {
             alpha: number(config.method.lora_alpha),
             dropout: number(config.method.lora_dropout),
             adapters: PROJECTIONS.map(|(name, _)| all || targets.iter().any(|target| target == name)),
+            expert_adapters: expert_targets(&config.method.target_parameters).unwrap_or_default(),
             lr: number(config.optimizer.lr),
             warmup: units::count(config.optimizer.warmup_steps),
             schedule: config.optimizer.schedule,
@@ -134,6 +146,11 @@ impl Form {
                 Switch::Auto => CacheChoice::Auto,
                 Switch::On => CacheChoice::Kept,
                 Switch::Off => CacheChoice::Rebuilt(config.optimizations.metadata_baseline),
+            },
+            routing: match config.optimizations.grouped_routing {
+                Switch::Auto => RoutingChoice::Auto,
+                Switch::On => RoutingChoice::Grouped,
+                Switch::Off => RoutingChoice::Off(config.optimizations.routing_baseline),
             },
             offload_buffers: config.optimizations.offload_buffers,
             embedding: config.memory.embedding,
@@ -168,6 +185,10 @@ impl Form {
             read.float("method.lora_alpha", &self.alpha, &mut config.method.lora_alpha);
             read.float("method.lora_dropout", &self.dropout, &mut config.method.lora_dropout);
             config.method.target_modules = self.targets();
+            // A list that means the same stays as it was written.
+            if expert_targets(&config.method.target_parameters).ok() != Some(self.expert_adapters) {
+                config.method.target_parameters = self.expert_targets();
+            }
         }
         read.float("optimizer.lr", &self.lr, &mut config.optimizer.lr);
         read.integer("optimizer.warmup_steps", &self.warmup, &mut config.optimizer.warmup_steps);
@@ -185,6 +206,14 @@ impl Form {
             CacheChoice::Kept => Switch::On,
             CacheChoice::Rebuilt(baseline) => {
                 optimizations.metadata_baseline = baseline;
+                Switch::Off
+            }
+        };
+        optimizations.grouped_routing = match self.routing {
+            RoutingChoice::Auto => Switch::Auto,
+            RoutingChoice::Grouped => Switch::On,
+            RoutingChoice::Off(baseline) => {
+                optimizations.routing_baseline = baseline;
                 Switch::Off
             }
         };
@@ -229,6 +258,11 @@ impl Form {
         self.layout = other.data.layout;
         self.prompt = other.data.prompt.clone().unwrap_or_default();
         self.completion = other.data.completion.clone().unwrap_or_default();
+    }
+
+    fn expert_targets(&self) -> Vec<String> {
+        let chosen = EXPERT_PARAMETERS.iter().zip(self.expert_adapters).filter(|(_, on)| *on);
+        chosen.map(|(name, _)| (*name).to_owned()).collect()
     }
 
     fn targets(&self) -> Vec<String> {
@@ -354,10 +388,25 @@ mod tests {
         config.optimizations.metadata_baseline = MetadataBaseline::Fused;
         config.optimizations.offload_buffers = 1;
         config.optimizations.offload_headroom_mib = 77;
+        config.optimizations.grouped_routing = Switch::Off;
+        config.optimizations.routing_baseline = RoutingBaseline::PerExpert;
+        config.method.target_parameters = vec!["experts.down_proj".into()];
         let (back, problems) = Form::from_config(&config).config();
         assert_eq!(problems, []);
         assert_eq!(back.data.eval_fraction, 0.07);
         assert_eq!(back, config);
+    }
+
+    #[test]
+    fn adapters_on_experts_are_named_as_peft_names_them() {
+        let form = Form { adapters: [false; 7], expert_adapters: [true, false], ..filled() };
+        let (config, problems) = form.config();
+        assert_eq!(problems, [], "experts alone are enough");
+        assert_eq!(config.method.target_parameters, ["mlp.experts.gate_up_proj"]);
+        assert_eq!(config.method.target_modules, Vec::<String>::new());
+        let form = Form { dropout: "0.1".into(), ..form };
+        assert_eq!(fields(&form), ["method.lora_dropout"]);
+        assert_eq!(fields(&Form { expert_adapters: [false; 2], ..form }), ["method.target_modules"]);
     }
 
     #[test]

@@ -11,9 +11,13 @@ use crate::gui::fonts;
 use crate::gui::theme::Theme;
 use crate::gui::widgets::{Tile, label, segmented};
 use crate::session::config::RunConfig;
+use crate::session::inspect::{MLP, ModelInfo};
 use crate::session::{MethodKind, ScheduleKind};
 
 const GAP: f32 = 10.0;
+/// Adapters on experts, in the order of `EXPERT_PARAMETERS`.
+const EXPERTS: [&str; 2] = ["experts gate+up", "experts down"];
+const NO_MLP: &str = "Every layer of this model has experts instead of an MLP with gate, up and down.";
 
 impl SetupView {
     pub(super) fn method_tile(&mut self, ui: &mut Ui, rect: Rect, config: &RunConfig, problems: &[Problem]) {
@@ -96,13 +100,33 @@ impl SetupView {
         ui.scope(|ui| {
             ui.spacing_mut().item_spacing = vec2(4.0, 3.0);
             label(ui, "Adapters on", fonts::small(), Theme::of(ui).t3);
+            let model = self.jobs.model.result.ok();
+            let has_mlp = model.is_none_or(ModelInfo::has_mlp);
+            let has_experts = model.is_some_and(|model| model.experts.is_some());
             ui.horizontal_wrapped(|ui| {
-                for ((_, short), on) in PROJECTIONS.iter().zip(&mut self.form.adapters) {
-                    chip(ui, short, on);
+                for ((name, short), on) in PROJECTIONS.iter().zip(&mut self.form.adapters) {
+                    if has_mlp || !MLP.contains(name) {
+                        chip(ui, short, on);
+                    } else {
+                        // What the model does not have is not chosen, whatever is meant for other models.
+                        let shown = ui.add_enabled_ui(false, |ui| chip(ui, short, &mut false)).inner;
+                        shown.on_disabled_hover_text(NO_MLP);
+                    }
+                }
+                // In a model without them they can only be taken back.
+                if has_experts || self.form.expert_adapters.contains(&true) {
+                    for (short, on) in EXPERTS.iter().zip(&mut self.form.expert_adapters) {
+                        chip(ui, short, on);
+                    }
                 }
             });
-            if let Some(problem) = problem(problems, "method.target_modules") {
-                trouble(ui, problem);
+            if !has_mlp {
+                prose(ui, NO_MLP, Theme::of(ui).t3);
+            }
+            for field in ["method.target_modules", "method.target_parameters"] {
+                if let Some(problem) = problem(problems, field) {
+                    trouble(ui, problem);
+                }
             }
         });
     }

@@ -183,7 +183,9 @@ impl SetupView {
             );
             galley.size().y + 20.0
         });
-        if error > 0.0 { error } else { 54.0 + 18.0 * warnings as f32 }
+        // Experts take the shape to a third line.
+        let experts = self.jobs.model.result.ok().is_some_and(|model| model.experts.is_some());
+        if error > 0.0 { error } else { 54.0 + 18.0 * (warnings + usize::from(experts)) as f32 }
     }
 
     fn model_details(&self, ui: &mut Ui) {
@@ -215,8 +217,9 @@ impl SetupView {
 
 fn shape(model: &ModelInfo) -> String {
     let count = |n: usize| units::count(n as u64);
+    let experts = model.experts.as_ref().map_or(String::new(), |experts| format!("{}, ", experts.describe()));
     format!(
-        "{}: {} layers, hidden {}, {} heads, {} KV heads, vocabulary {}, context {}, {}.",
+        "{}: {} layers, hidden {}, {} heads, {} KV heads, {experts}vocabulary {}, context {}, {}.",
         model.architecture,
         model.num_hidden_layers,
         count(model.hidden_size),

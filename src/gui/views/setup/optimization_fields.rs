@@ -4,9 +4,9 @@ use egui::Ui;
 
 use super::SetupView;
 use super::fields::{choice, prose};
-use super::form::CacheChoice;
+use super::form::{CacheChoice, RoutingChoice};
 use crate::gui::theme::Theme;
-use crate::session::{ActivationsChoice, AttentionPath, MetadataBaseline, PlacementChoice};
+use crate::session::{ActivationsChoice, AttentionPath, MetadataBaseline, PlacementChoice, RoutingBaseline};
 
 impl SetupView {
     pub(super) fn optimization_fields(&mut self, ui: &mut Ui) {
@@ -42,6 +42,15 @@ impl SetupView {
             let graphs = [(true, "on"), (false, "off")];
             choice(ui, "CUDA graphs", &mut form.cuda_graphs, &graphs, half);
         });
+        if self.jobs.model.result.ok().is_some_and(|model| model.experts.is_some()) {
+            let forms = [
+                (RoutingChoice::Auto, "automatic"),
+                (RoutingChoice::Grouped, "grouped: on the device alone"),
+                (RoutingChoice::Off(RoutingBaseline::Sorted), "sorted: one read of counts, the published improvement"),
+                (RoutingChoice::Off(RoutingBaseline::PerExpert), "per expert: a read each, the published baseline"),
+            ];
+            choice(ui, "Grouped routing", &mut form.routing, &forms, width);
+        }
         ui.horizontal_top(|ui| {
             let places = [
                 (PlacementChoice::Auto, "automatic"),
