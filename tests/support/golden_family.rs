@@ -171,6 +171,21 @@ impl Family {
         Some(noted)
     }
 
+    /// As [`Self::choices`], in each of the six steps on the reference's adapter.
+    pub fn choices_of_steps(&self) -> Option<Vec<Vec<Vec<i32>>>> {
+        let mut trainer = self.lora_trainer(&device(2), Activations::Recompute);
+        let k = trainer.model().config().moe.as_ref()?.num_experts_per_tok as i32;
+        let batch = self.batch();
+        let step = |_| {
+            trainer.model_mut().set_choices(Some(Choices::default()));
+            trainer.step_and_wait(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap().unwrap();
+            let mut noted = trainer.model().choices().unwrap().noted.lock().unwrap().clone();
+            noted.iter_mut().for_each(|layer| layer.extend((0..64 * k).map(|i| i % k)));
+            noted
+        };
+        Some((0..self.f32s("lora_loss").len()).map(step).collect())
+    }
+
     /// Lets a model take the choices of experts of f32, where it has any: a close choice that falls otherwise says nothing about arithmetic.
     pub fn replay(&self, model: &mut Transformer) {
         let choices = self.choices().map(|given| Choices { given: Some(given), ..Choices::default() });
@@ -341,9 +356,13 @@ pub fn bf16_deviations(family: &Family, device: &Device, path: AttentionPath, ml
 
     let mut trainer = family.lora_trainer(device, Activations::Recompute);
     trainer.set_switches(Switches { attention: path, memory, ..trainer.switches() });
-    family.replay(trainer.model_mut());
+    let choices = family.choices_of_steps();
     let mut losses = Vec::new();
     for step in 0..family.f32s("lora_loss").len() {
+        if let Some(choices) = &choices {
+            let given = Some(choices[step].clone());
+            trainer.model_mut().set_choices(Some(Choices { given, ..Choices::default() }));
+        }
         let report = trainer.step_and_wait(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap().unwrap();
         losses.push(report.loss as f32);
         for (id, parameter) in trainer.model().params().iter().filter(|(_, p)| p.trainable && step == 0) {
