@@ -45,6 +45,11 @@ pub struct MoeConfig {
     pub layers: Vec<bool>,
 }
 
+impl Gating {
+    /// That of gpt-oss where its files do not say.
+    pub const GPT_OSS: Self = Self::Clamped { alpha: 1.702, limit: 7.0 };
+}
+
 impl MoeConfig {
     /// Names (without `model.layers.N.`) and shapes of the weights that a sparse block has instead of an MLP's.
     pub(super) fn tensors(&self, family: Architecture, hidden_size: usize) -> Vec<(String, Vec<usize>)> {
