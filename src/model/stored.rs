@@ -327,7 +327,7 @@ impl Table {
 }
 
 /// What a family's files call the projection `module` (`gate_proj`, `up_proj`, `down_proj`) of one expert.
-pub fn expert_name(family: Architecture, is_gguf: bool, block: &str, expert: usize, module: &str) -> String {
+pub(super) fn expert_name(family: Architecture, is_gguf: bool, block: &str, expert: usize, module: &str) -> String {
     if family != Architecture::Mixtral || is_gguf {
         return format!("{block}.mlp.experts.{expert}.{module}.weight");
     }

@@ -44,8 +44,12 @@ pub struct ModelInfo {
     pub bytes: u64,
     /// Whether the output projection is the embedding.
     pub tied: bool,
-    /// Projections of a block with their outputs and inputs: `("q_proj", 576, 576)`.
+    /// Projections of a dense block with their outputs and inputs: `("q_proj", 576, 576)`.
     pub projections: Vec<(&'static str, usize, usize)>,
+    /// Experts of a sparse block, and those that a token is sent to; `None` for a dense model.
+    pub experts: Option<(usize, usize)>,
+    /// One entry a block: whether it has experts instead of the MLP's three projections.
+    pub sparse: Vec<bool>,
     /// Whether the model brings a chat template.
     pub has_chat_template: bool,
     /// The token that ends an answer, as text.
@@ -65,12 +69,16 @@ impl ModelInfo {
         let targets = &method.target_modules;
         let all = targets.iter().any(|target| target == "all-linear");
         let chosen = self.projections.iter().filter(|(name, ..)| all || targets.iter().any(|target| target == name));
-        let per_block: u64 = chosen.map(|(_, outputs, inputs)| (method.r * (outputs + inputs)) as u64).sum();
-        let blocks = match method.layers_to_transform.len() {
-            0 => self.num_hidden_layers,
-            chosen => chosen,
+        let layers = &method.layers_to_transform;
+        let adapted = |layer: &usize| layers.is_empty() || layers.contains(layer);
+        let blocks = (0..self.num_hidden_layers).filter(adapted).count();
+        let dense = (0..self.num_hidden_layers).filter(adapted).filter(|&layer| self.sparse.get(layer) != Some(&true));
+        let dense = dense.count();
+        let of = |(name, outputs, inputs): &(&str, usize, usize)| {
+            let is_mlp = matches!(*name, "gate_proj" | "up_proj" | "down_proj");
+            (method.r * (outputs + inputs) * if is_mlp { dense } else { blocks }) as u64
         };
-        per_block * blocks as u64
+        chosen.map(of).sum()
     }
 }
 
@@ -121,6 +129,8 @@ pub fn inspect(path: &Path) -> Result<ModelInfo> {
         bytes: checkpoint.bytes_on_disk(),
         tied: config.tie_word_embeddings,
         projections: projections(config),
+        experts: config.moe.as_ref().map(|moe| (moe.num_experts, moe.num_experts_per_tok)),
+        sparse: (0..config.num_hidden_layers).map(|layer| config.experts(layer).is_some()).collect(),
         has_chat_template,
         end_token: eos.first().and_then(|id| tokenizer.token(*id)),
         pad_differs,

@@ -23,6 +23,23 @@ fn a_model_folder_tells_its_shape_and_tokens() {
 }
 
 #[test]
+fn adapters_of_an_mlp_count_in_dense_blocks_only() {
+    let folder = tempfile::tempdir().unwrap();
+    let dense = inspect(&support::tiny_model(folder.path())).unwrap();
+    let mixture = ModelInfo { experts: Some((8, 2)), sparse: vec![false, true], ..dense.clone() };
+    let method = |targets: &[&str], layers: &[usize]| MethodConfig {
+        target_modules: targets.iter().map(|target| (*target).to_owned()).collect(),
+        layers_to_transform: layers.to_vec(),
+        ..MethodConfig::default()
+    };
+    let [both, first, second] = [&[][..], &[0], &[1]].map(|layers| method(&["q_proj", "down_proj"], layers));
+    assert_eq!(dense.num_trainable(&both), 2 * dense.num_trainable(&first));
+    assert_eq!(mixture.num_trainable(&first), dense.num_trainable(&first));
+    assert_eq!(mixture.num_trainable(&second), dense.num_trainable(&method(&["q_proj"], &[1])));
+    assert_eq!(mixture.num_trainable(&both), mixture.num_trainable(&first) + mixture.num_trainable(&second));
+}
+
+#[test]
 fn trainable_weights_are_those_the_trainer_trains() {
     let folder = tempfile::tempdir().unwrap();
     let path = support::tiny_model(folder.path());

@@ -215,8 +215,9 @@ impl SetupView {
 
 fn shape(model: &ModelInfo) -> String {
     let count = |n: usize| units::count(n as u64);
+    let experts = model.experts.map_or_else(String::new, |(all, each)| format!(" of {all} experts, {each} a token"));
     format!(
-        "{}: {} layers, hidden {}, {} heads, {} KV heads, vocabulary {}, context {}, {}.",
+        "{}: {} layers{experts}, hidden {}, {} heads, {} KV heads, vocabulary {}, context {}, {}.",
         model.architecture,
         model.num_hidden_layers,
         count(model.hidden_size),
