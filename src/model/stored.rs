@@ -166,15 +166,14 @@ impl Piece {
 impl Stored {
     /// The stored tensors it is made of.
     pub(super) fn raws(&self) -> impl Iterator<Item = &Raw> {
-        let pieces = match &self.source {
-            Source::Tensor(raw) => std::slice::from_ref(raw).iter().chain([].iter()),
+        let (first, second): (&[Raw], &[Raw]) = match &self.source {
+            Source::Tensor(raw) => (std::slice::from_ref(raw), &[]),
             Source::Stack(Stack { pieces, .. }) => {
                 let mut pieces = pieces.iter().map(Piece::raws);
-                let first = pieces.next().unwrap_or_default();
-                first.iter().chain(pieces.next().unwrap_or_default())
+                (pieces.next().unwrap_or_default(), pieces.next().unwrap_or_default())
             }
         };
-        pieces
+        first.iter().chain(second)
     }
 
     /// Bytes on disk.
