@@ -156,16 +156,7 @@ impl Experts {
     fn forward(&self, ctx: &Context<'_>, groups: Groups<'_>, x: View<'_>, y: &mut Tensor) {
         let device = ctx.device;
         let bias = self.bias.map(|bias| ctx.params.operand(bias));
-        grouped_matmul::nt(
-            device,
-            1.0,
-            x,
-            ctx.params.experts(self.weight).view(),
-            bias,
-            0.0,
-            groups,
-            y.view_mut(),
-        );
+        grouped_matmul::nt(device, 1.0, x, ctx.params.experts(self.weight).view(), bias, 0.0, groups, y.view_mut());
         if let Some(lora) = &self.lora {
             let z = self.z(ctx, lora, groups, x);
             let b = ctx.params.operand(lora.b).view();
@@ -193,7 +184,14 @@ impl Experts {
     }
 
     /// `dy` [R, out] → `dx` [R, in], assigned; `dz` as [`Self::dz`] gives it.
-    fn input_gradient(&self, ctx: &Context<'_>, groups: Groups<'_>, dy: View<'_>, dz: Option<&Tensor>, dx: &mut Tensor) {
+    fn input_gradient(
+        &self,
+        ctx: &Context<'_>,
+        groups: Groups<'_>,
+        dy: View<'_>,
+        dz: Option<&Tensor>,
+        dx: &mut Tensor,
+    ) {
         let device = ctx.device;
         let weight = ctx.params.experts(self.weight);
         grouped_matmul::nn(device, 1.0, dy, weight.view(), 0.0, groups, dx.view_mut());
@@ -415,8 +413,7 @@ impl Moe {
         dy: View<'_>,
         d_weights: &Tensor,
     ) -> Tensor {
-        let (device, tokens, hidden, num_experts) =
-            (ctx.device, dy.rows(), self.gate_up.in_features, self.num_experts);
+        let (device, tokens, hidden, num_experts) = (ctx.device, dy.rows(), self.gate_up.in_features, self.num_experts);
         let bias_dots = self.down.bias.map(|bias| {
             let mut dots = device.empty_f32(MemoryCategory::Workspace, &[tokens, num_experts]);
             matmul::nt(device, 1.0, dy, ctx.params.operand(bias), 0.0, &mut dots);

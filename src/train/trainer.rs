@@ -14,7 +14,8 @@ use self::copies::copy_report;
 use self::experts::{Counts, ExpertsReader};
 use super::batch::{bucket_on, upload};
 use super::config::{
-    Activations, ActivationsChoice, Dequantized, Metadata, MethodConfig, MethodKind, OptimizerConfig, Placement, Routing,
+    Activations, ActivationsChoice, Dequantized, Metadata, MethodConfig, MethodKind, OptimizerConfig, Placement,
+    Routing,
 };
 use super::optimizer::{self, BadGradient, Optimizer};
 use super::plan::{Machine, MemoryPlan, Planner, Workload};
@@ -217,7 +218,8 @@ impl Trainer {
     }
 
     fn apply_switches(&mut self) {
-        let Switches { attention, metadata, routing, offload, cuda_graphs, memory, activations: _ } = self.setup.switches;
+        let Switches { attention, metadata, routing, offload, cuda_graphs, memory, activations: _ } =
+            self.setup.switches;
         self.model.set_routing(routing);
         self.model.set_mlp_rows(memory.mlp_rows);
         self.model.set_keeps_middle(memory.middle);
