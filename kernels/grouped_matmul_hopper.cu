@@ -133,6 +133,16 @@ __device__ __forceinline__ void multiply(const HopperParams& params) {
         uint32_t parity = 0;
         float sums[BN / 2];
         for (int number = blockIdx.x; tiles.find(number, tile); number += gridDim.x) {
+            if (tile.row + row >= tile.end - tile.begin) {
+                // None of this warpgroup's rows belongs to the group: the stages pass by.
+                for (int block = 0; block < k_blocks; ++block) {
+                    barrier_wait(full + stage * 8, parity);
+                    __syncwarp();
+                    if (signals) barrier_arrive(empty + stage * 8);
+                    if (++stage == STAGES) stage = 0, parity ^= 1;
+                }
+                continue;
+            }
             for (int block = 0; block < k_blocks; ++block) {
                 const uint32_t a = stages + stage * STAGE_BYTES, b = a + A_BYTES;
                 // 16 of the sums further: 32 bytes along a line, or 16 lines down.
