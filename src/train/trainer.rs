@@ -387,7 +387,8 @@ impl Trainer {
             self.experts.clear(&self.model);
         }
         let mut loss = LossSum::new(&device);
-        for (i, batch) in self.passes(micro_batches).iter().enumerate() {
+        let passes = self.passes(micro_batches);
+        for (i, batch) in passes.iter().enumerate() {
             let uploaded = {
                 // Once a batch, whatever layers do about metadata.
                 let _phase = clock.enter(Phase::Metadata, Pass::Step, None);
@@ -395,6 +396,7 @@ impl Trainer {
             };
             let options = PassOptions {
                 weight: 1.0 / num_label_tokens as f32,
+                share: 1.0 / passes.len() as f32,
                 activations: self.setup.switches.activations,
                 dropout: Some(DropoutState { seed: self.setup.seed, step: number, micro_batch: i as u32 }),
                 stop,

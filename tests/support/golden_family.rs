@@ -285,7 +285,7 @@ pub fn set_adapters(trainer: &mut Trainer, case: &SafetensorsFile) {
 }
 
 pub fn pass(weight: f32, activations: Activations) -> PassOptions<'static> {
-    PassOptions { weight, activations, dropout: None, stop: &NEVER }
+    PassOptions { weight, share: 1.0, activations, dropout: None, stop: &NEVER }
 }
 
 /// Loss sum and every gradient, of batches whose losses are weighted alike.
