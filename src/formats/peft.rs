@@ -190,7 +190,9 @@ impl AdapterConfig {
 pub fn expert_targets(targets: &[String]) -> Result<[bool; 2]> {
     let mut wanted = [false; 2];
     for target in targets {
-        let is_end = |name: &&str| name.ends_with(target.as_str()) && (target.starts_with("mlp.") || target.starts_with("experts."));
+        let is_end = |name: &&str| {
+            name.ends_with(target.as_str()) && (target.starts_with("mlp.") || target.starts_with("experts."))
+        };
         match EXPERT_PARAMETERS.iter().position(|name| is_end(&name)) {
             Some(i) => wanted[i] = true,
             None => bail!("target_parameters: {target:?} is not supported; use {}", EXPERT_PARAMETERS.join(", ")),

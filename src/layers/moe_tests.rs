@@ -27,11 +27,8 @@ fn case(device: &Device, values: &mut Values, top_k: usize, weights: RouterWeigh
         id
     };
     let bias = |id: ParamId| like_gpt_oss.then_some(id);
-    let router = Router {
-        weight: push("router", &[EXPERTS, HIDDEN]),
-        bias: bias(push("router bias", &[EXPERTS])),
-        weights,
-    };
+    let router =
+        Router { weight: push("router", &[EXPERTS, HIDDEN]), bias: bias(push("router bias", &[EXPERTS])), weights };
     let mut experts = |name: &str, out_features: usize, in_features: usize| Experts {
         weight: push(name, &[EXPERTS, out_features, in_features]),
         bias: bias(push(&format!("{name} bias"), &[EXPERTS, out_features])),

@@ -167,6 +167,8 @@ fn experts(file: &GgufFile, arch: &str, family: Architecture, intermediate_size:
         gating: if is_gpt_oss { Gating::GPT_OSS } else { Gating::Silu },
         interleaved: is_gpt_oss,
         router_aux_loss_coef: None,
+        // Known when the tensors are.
+        mxfp4: false,
         layers: (0..num_layers).map(|layer| family != Architecture::Qwen3Moe || is_sparse(layer)).collect(),
     })
 }

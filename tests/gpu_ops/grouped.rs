@@ -207,6 +207,11 @@ fn cases() -> Vec<(Vec<usize>, usize, usize)> {
         // Several tiles for each multiprocessor.
         ((0..40).map(|i| 100 + i * 37 % 101).collect(), 512, 320),
         (vec![200, 0, 333], 240, 2880),
+        // On Hopper: every width of a tile, for itself and in pairs.
+        (vec![150, 0, 90], 512, 320),
+        (vec![150, 0, 90], 320, 512),
+        (vec![100, 0, 29], 256, 248),
+        (vec![100, 0, 29], 248, 256),
     ];
     // Adapters: z = x·Aᵀ and z·Bᵀ.
     for r in [8, 16, 32, 64] {

@@ -136,7 +136,9 @@ impl Family {
         target_modules.sort();
         let target_parameters = config.get("target_parameters").filter(|targets| !targets.is_null());
         MethodConfig {
-            target_parameters: target_parameters.map(|t| serde_json::from_value(t.clone()).unwrap()).unwrap_or_default(),
+            target_parameters: target_parameters
+                .map(|t| serde_json::from_value(t.clone()).unwrap())
+                .unwrap_or_default(),
             r: config["r"].as_u64().unwrap() as usize,
             lora_alpha: config["lora_alpha"].as_f64().unwrap(),
             use_rslora: config["use_rslora"].as_bool().unwrap(),
@@ -152,7 +154,8 @@ impl Family {
         let config: serde_json::Value = serde_json::from_str(&text).unwrap();
         match parameter.shape[..] {
             [_, out, inner] if config["model_type"] == "gpt_oss" => {
-                let of_expert = |values: &[f32]| (0..out * inner).map(|i| values[i % inner * out + i / inner]).collect();
+                let of_expert =
+                    |values: &[f32]| (0..out * inner).map(|i| values[i % inner * out + i / inner]).collect();
                 values.chunks_exact(out * inner).flat_map::<Vec<f32>, _>(of_expert).collect()
             }
             _ => values,
@@ -282,7 +285,7 @@ pub fn set_adapters(trainer: &mut Trainer, case: &SafetensorsFile) {
 }
 
 pub fn pass(weight: f32, activations: Activations) -> PassOptions<'static> {
-    PassOptions { weight, activations, dropout: None, stop: &NEVER }
+    PassOptions { weight, share: 1.0, activations, dropout: None, stop: &NEVER }
 }
 
 /// Loss sum and every gradient, of batches whose losses are weighted alike.
