@@ -2,7 +2,8 @@
 //!
 //! A block stays on its multiprocessor and walks over tiles of all groups. One warp lets the copy engine fill a ring of stages, as far ahead as
 //! there is room, past the end of a tile too; two warpgroups multiply 64 rows each and write them from their registers. Rows of the next group that a
-//! tile holds behind the end of its own are multiplied and not written. src/ops/grouped_matmul_hopper.rs chooses the width and describes the operands.
+//! tile holds behind the end of its own are multiplied and not written. Two blocks of a cluster may compute neighbouring tiles of the same rows: each
+//! then brings half of the rows to both. src/ops/grouped_matmul_hopper.rs chooses the kernel and describes the operands.
 
 #include "grouped.cuh"
 #include "hopper.cuh"
@@ -12,7 +13,7 @@ using namespace tandem;
 
 /// `HopperParams` of src/ops/grouped_matmul_hopper.rs.
 struct HopperParams {
-    /// [rows, k] in boxes of 128 rows and 64 columns.
+    /// [rows, k] in boxes of 64 columns and 128 rows, for pairs of blocks 64.
     TensorMap a;
     /// [groups, n, k] in boxes of a tile's rows and 64 columns; for nn [groups, k, n] in boxes of 64 rows and 64 columns.
     TensorMap b;
@@ -70,9 +71,11 @@ __device__ __forceinline__ void store_rows(const float (&sums)[BN / 2], const Gr
     }
 }
 
-/// Tiles of 128×BN. `ALONG`: the rows of `b` lie along the sums (nt), else across them (nn).
-template <int BN, bool ALONG>
+/// Tiles of 128×BN. `ALONG`: the rows of `b` lie along the sums (nt), else across them (nn). `PAIR`: blocks come in clusters of two, which compute
+/// tiles side by side.
+template <int BN, bool ALONG, bool PAIR>
 __device__ __forceinline__ void multiply(const HopperParams& params) {
+    constexpr int BLOCKS_A_CLUSTER = PAIR ? 2 : 1;
     // Across the sums a stage of `b` is made of blocks of 64 columns, the last of which may stick out of the tile.
     constexpr int BLOCKS = (BN + 63) / 64;
     constexpr uint32_t BLOCK_BYTES = DEPTH * LINE_BYTES;
@@ -82,57 +85,81 @@ __device__ __forceinline__ void multiply(const HopperParams& params) {
     extern __shared__ unsigned char shared[];
     // The swizzle goes by the address: stages begin at multiples of 1,024 bytes.
     const uint32_t stages = (shared_address(shared) + 1023) / 1024 * 1024, full = stages + STAGES * STAGE_BYTES, empty = full + STAGES * 8;
-    const int warpgroup = threadIdx.x / WARPGROUP;
+    const int warpgroup = threadIdx.x / WARPGROUP, lane = threadIdx.x % WARP, rank = PAIR ? cluster_rank() : 0;
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
             barrier_init(full + stage * 8, 1);
-            // One arrival for each warp that multiplies.
-            barrier_init(empty + stage * 8, 2 * WARPGROUP / WARP);
+            // One arrival for each warp that multiplies, of both blocks: both have what a block brings.
+            barrier_init(empty + stage * 8, 2 * WARPGROUP / WARP * BLOCKS_A_CLUSTER);
         }
         barriers_are_ready();
         prefetch_map(params.a);
         prefetch_map(params.b);
     }
-    __syncthreads();
+    if constexpr (PAIR) cluster_sync();
+    else __syncthreads();
 
+    // A stage is free when both blocks are done with it.
+    const auto release = [&](int stage) {
+        if constexpr (PAIR) {
+            if (lane < 2) barrier_arrive_at(empty + stage * 8, lane);
+        } else {
+            if (lane == 0) barrier_arrive(empty + stage * 8);
+        }
+    };
     const int k_blocks = (p.k + DEPTH - 1) / DEPTH;
+    const int first = blockIdx.x / BLOCKS_A_CLUSTER, stride = gridDim.x / BLOCKS_A_CLUSTER;
+    GroupTiles<BM, BN * BLOCKS_A_CLUSTER> tiles(p.offsets, p.groups, p.n, p.raster_rows);
+    GroupTile tile;
+    int stage = 0;
     if (warpgroup == 0) {
         give_registers<40>();
-        if (threadIdx.x >= WARP) return;
-        GroupTiles<BM, BN> tiles(p.offsets, p.groups, p.n, p.raster_rows);
-        GroupTile tile;
-        int stage = 0;
-        uint32_t parity = 1;
-        for (int number = blockIdx.x; tiles.find(number, tile); number += gridDim.x) {
-            if (threadIdx.x == 0) {
-                for (int block = 0; block < k_blocks; ++block) {
-                    const uint32_t a = stages + stage * STAGE_BYTES, b = a + A_BYTES, barrier = full + stage * 8;
-                    barrier_wait(empty + stage * 8, parity);
-                    barrier_arrive_expecting(barrier, STAGE_BYTES);
-                    copy_box(a, params.a, barrier, block * DEPTH, tile.begin + tile.row);
-                    if constexpr (ALONG) {
-                        copy_box(b, params.b, barrier, block * DEPTH, tile.column, tile.group);
-                    } else {
-#pragma unroll
-                        for (int i = 0; i < BLOCKS; ++i) {
-                            copy_box(b + i * BLOCK_BYTES, params.b, barrier, tile.column + i * 64, block * DEPTH, tile.group);
+        if (threadIdx.x < WARP) {
+            uint32_t parity = 1;
+            for (int number = first; tiles.find(number, tile); number += stride) {
+                const int column = tile.column + rank * BN;
+                if (lane == 0) {
+                    for (int block = 0; block < k_blocks; ++block) {
+                        const uint32_t a = stages + stage * STAGE_BYTES, b = a + A_BYTES, barrier = full + stage * 8;
+                        barrier_wait(empty + stage * 8, parity);
+                        barrier_arrive_expecting(barrier, STAGE_BYTES);
+                        if constexpr (PAIR) {
+                            const int half = rank * (BM / 2);
+                            copy_box_to_two(a + half * LINE_BYTES, params.a, barrier, block * DEPTH, tile.begin + tile.row + half);
+                        } else {
+                            copy_box(a, params.a, barrier, block * DEPTH, tile.begin + tile.row);
                         }
+                        if constexpr (ALONG) {
+                            copy_box(b, params.b, barrier, block * DEPTH, column, tile.group);
+                        } else {
+#pragma unroll
+                            for (int i = 0; i < BLOCKS; ++i) {
+                                copy_box(b + i * BLOCK_BYTES, params.b, barrier, column + i * 64, block * DEPTH, tile.group);
+                            }
+                        }
+                        if (++stage == STAGES) stage = 0, parity ^= 1;
                     }
-                    if (++stage == STAGES) stage = 0, parity ^= 1;
                 }
+                __syncwarp();
             }
-            __syncwarp();
         }
     } else {
         take_registers<232>();
         const int row = (warpgroup - 1) * 64;
-        const bool signals = threadIdx.x % WARP == 0;
-        GroupTiles<BM, BN> tiles(p.offsets, p.groups, p.n, p.raster_rows);
-        GroupTile tile;
-        int stage = 0, last = 0;
+        int last = 0;
         uint32_t parity = 0;
         float sums[BN / 2];
-        for (int number = blockIdx.x; tiles.find(number, tile); number += gridDim.x) {
+        for (int number = first; tiles.find(number, tile); number += stride) {
+            if (tile.row + row >= tile.end - tile.begin) {
+                // None of this warpgroup's rows belongs to the group: the stages pass by.
+                for (int block = 0; block < k_blocks; ++block) {
+                    barrier_wait(full + stage * 8, parity);
+                    __syncwarp();
+                    release(stage);
+                    if (++stage == STAGES) stage = 0, parity ^= 1;
+                }
+                continue;
+            }
             for (int block = 0; block < k_blocks; ++block) {
                 const uint32_t a = stages + stage * STAGE_BYTES, b = a + A_BYTES;
                 // 16 of the sums further: 32 bytes along a line, or 16 lines down.
@@ -149,21 +176,24 @@ __device__ __forceinline__ void multiply(const HopperParams& params) {
                 wgmma_commit();
                 // The products of the stage before are done, so it may be filled again.
                 wgmma_wait<1>();
-                if (signals && block > 0) barrier_arrive(empty + last * 8);
+                if (block > 0) release(last);
                 last = stage;
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
             wgmma_wait<0>();
             keep_in_place(sums);
-            if (signals) barrier_arrive(empty + last * 8);
+            release(last);
+            tile.column += rank * BN;
             store_rows<BN>(sums, p, tile, tile.row + row);
         }
     }
+    // Nobody goes while the other block still brings something here, or arrives.
+    if constexpr (PAIR) cluster_sync();
 }
 
 #else
 
-template <int BN, bool ALONG>
+template <int BN, bool ALONG, bool PAIR>
 __device__ __forceinline__ void multiply(const HopperParams&) {
     __trap();
 }
@@ -172,11 +202,25 @@ __device__ __forceinline__ void multiply(const HopperParams&) {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(384, 1) grouped_nt_hopper_128x256(const __grid_constant__ HopperParams p) { multiply<256, true>(p); }
-extern "C" __global__ void __launch_bounds__(384, 1) grouped_nn_hopper_128x256(const __grid_constant__ HopperParams p) { multiply<256, false>(p); }
+// The kernels of pairs run in clusters of two blocks, which other architectures do not know of.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+extern "C" __cluster_dims__(2, 1, 1) __global__ void grouped_nt_hopper_pair_128x256(const __grid_constant__ HopperParams p);
+extern "C" __cluster_dims__(2, 1, 1) __global__ void grouped_nn_hopper_pair_128x256(const __grid_constant__ HopperParams p);
+extern "C" __cluster_dims__(2, 1, 1) __global__ void grouped_nt_hopper_pair_128x240(const __grid_constant__ HopperParams p);
+extern "C" __cluster_dims__(2, 1, 1) __global__ void grouped_nn_hopper_pair_128x240(const __grid_constant__ HopperParams p);
+#endif
 
-extern "C" __global__ void __launch_bounds__(384, 1) grouped_nt_hopper_128x240(const __grid_constant__ HopperParams p) { multiply<240, true>(p); }
-extern "C" __global__ void __launch_bounds__(384, 1) grouped_nn_hopper_128x240(const __grid_constant__ HopperParams p) { multiply<240, false>(p); }
+extern "C" __global__ void __launch_bounds__(384, 1) grouped_nt_hopper_128x256(const __grid_constant__ HopperParams p) { multiply<256, true, false>(p); }
+extern "C" __global__ void __launch_bounds__(384, 1) grouped_nn_hopper_128x256(const __grid_constant__ HopperParams p) { multiply<256, false, false>(p); }
 
-extern "C" __global__ void __launch_bounds__(384, 1) grouped_nt_hopper_128x128(const __grid_constant__ HopperParams p) { multiply<128, true>(p); }
-extern "C" __global__ void __launch_bounds__(384, 1) grouped_nn_hopper_128x128(const __grid_constant__ HopperParams p) { multiply<128, false>(p); }
+extern "C" __global__ void __launch_bounds__(384, 1) grouped_nt_hopper_128x240(const __grid_constant__ HopperParams p) { multiply<240, true, false>(p); }
+extern "C" __global__ void __launch_bounds__(384, 1) grouped_nn_hopper_128x240(const __grid_constant__ HopperParams p) { multiply<240, false, false>(p); }
+
+extern "C" __global__ void __launch_bounds__(384, 1) grouped_nt_hopper_128x128(const __grid_constant__ HopperParams p) { multiply<128, true, false>(p); }
+extern "C" __global__ void __launch_bounds__(384, 1) grouped_nn_hopper_128x128(const __grid_constant__ HopperParams p) { multiply<128, false, false>(p); }
+
+extern "C" __global__ void __launch_bounds__(384, 1) grouped_nt_hopper_pair_128x256(const __grid_constant__ HopperParams p) { multiply<256, true, true>(p); }
+extern "C" __global__ void __launch_bounds__(384, 1) grouped_nn_hopper_pair_128x256(const __grid_constant__ HopperParams p) { multiply<256, false, true>(p); }
+
+extern "C" __global__ void __launch_bounds__(384, 1) grouped_nt_hopper_pair_128x240(const __grid_constant__ HopperParams p) { multiply<240, true, true>(p); }
+extern "C" __global__ void __launch_bounds__(384, 1) grouped_nn_hopper_pair_128x240(const __grid_constant__ HopperParams p) { multiply<240, false, true>(p); }

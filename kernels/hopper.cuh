@@ -26,6 +26,25 @@ __device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, uint3
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+/// Arrives at the barrier that block `rank` of the cluster has at this address.
+__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int rank) {
+    asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [there];\n}\n" ::"r"(barrier),
+                 "r"(rank)
+                 : "memory");
+}
+
+/// Number of this block in its cluster.
+__device__ __forceinline__ int cluster_rank() {
+    uint32_t rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(rank));
+    return int(rank);
+}
+
+/// Waits for all threads of the cluster.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::: "memory");
+}
+
 /// Waits until the phase of this parity is complete.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
     uint32_t done;
@@ -46,7 +65,15 @@ __device__ __forceinline__ void copy_box(uint32_t to, const TensorMap& map, uint
                  : "memory");
 }
 
-/// As above, of a stack of matrices.
+/// As `copy_box`, to the same place in the first two blocks of the cluster, each of which counts the bytes on its own barrier.
+__device__ __forceinline__ void copy_box_to_two(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;\n" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(x), "r"(y), "h"(static_cast<unsigned short>(3))
+        : "memory");
+}
+
+/// As `copy_box`, of a stack of matrices.
 __device__ __forceinline__ void copy_box(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];\n" ::"r"(to),
                  "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z)

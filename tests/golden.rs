@@ -29,6 +29,8 @@ const F32_BOUND: f64 = 1e-4;
 /// What blocks keep, and rows of a tile of the MLP (0: all at once).
 const PASSES: [(Activations, usize); 3] =
     [(Activations::Keep, 0), (Activations::Recompute, 0), (Activations::Recompute, 7)];
+/// Bound for what differs in the order of sums alone; gradients of sinks are sums of terms of both signs.
+const ORDER_BOUND: f64 = 5e-6;
 /// Bound for adapters after several steps: AdamW amplifies tiny gradients.
 const ADAPTER_BOUND: f64 = 1e-2;
 
@@ -261,7 +263,7 @@ fn golden_packed_equals_unpacked_and_accumulation_of_documents() {
         assert!((packed_sum - sum).abs() <= 1e-6 * sum, "{}: {packed_sum} {sum}", family.name);
         for (id, parameter) in model.params().iter() {
             let (a, b) = (packed.get(id).unwrap().f32s(), grads.get(id).unwrap().f32s());
-            assert_close(&format!("{}: {}", family.name, parameter.name), a, b, 2e-6);
+            assert_close(&format!("{}: {}", family.name, parameter.name), a, b, ORDER_BOUND);
         }
     }
 }

@@ -8,7 +8,7 @@ use serde_json::json;
 
 use super::*;
 
-const FAMILIES: [&str; 4] = ["llama", "mistral", "qwen2", "qwen3"];
+const FAMILIES: [&str; 7] = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_oss"];
 
 fn golden(family: &str) -> PathBuf {
     let root = std::env::var_os("TANDEM_GOLDEN")
@@ -52,7 +52,8 @@ fn golden_adapters_round_trip() {
         let adapter = golden_adapter(family);
         let model = ModelConfig::from_hf_path(&golden(family)).unwrap();
         adapter.check_fits(&model).unwrap();
-        assert_eq!(adapter.tensors.len(), model.num_hidden_layers * 7 * 2);
+        let adapted = if model.moe.is_some() { 4 } else { 7 };
+        assert_eq!(adapter.tensors.len(), model.num_hidden_layers * adapted * 2);
         save(&adapter, &folder).unwrap();
         assert_eq!(load(&folder).unwrap(), adapter);
         assert_eq!(names_in(&folder), [CONFIG_FILE, WEIGHTS_FILE]);

@@ -317,7 +317,7 @@ mod tests {
 
     #[test]
     fn golden_configs_survive_synthesis() {
-        for family in ["llama", "mistral", "qwen2", "qwen3"] {
+        for family in ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_oss"] {
             let config = golden(family);
             let text = synthesize(&config, Dtype::F32).unwrap();
             assert_eq!(ModelConfig::from_hf_json(&text).unwrap(), config, "{family}");

@@ -13,6 +13,7 @@ use crate::base::files;
 use crate::formats::gguf::GgufFile;
 use crate::formats::safetensors::{Dtype, TensorSpec, write};
 use crate::model::config::ModelConfig;
+use crate::model::file_tensors::{FileTensor, file_tensors};
 use crate::model::loading::{INDEX_FILE, SINGLE_FILE};
 
 /// Weights beyond this go into a further file, as in Transformers.
@@ -37,7 +38,8 @@ const COPIED: [&str; 14] = [
 ];
 
 /// Write the model into `folder`, which must not exist yet (or be empty) and appears only when it is complete. `values`
-/// is asked once for each weight of [`ModelConfig::expected_tensors`]; `source` is the folder or GGUF file the model was
+/// is asked once for each weight of [`ModelConfig::expected_tensors`], and what it gives is written as the family's files have it
+/// ([`file_tensors`]); `source` is the folder or GGUF file the model was
 /// loaded from. Returns notes for the user: what the folder lacks to be used on its own.
 ///
 /// # Errors
@@ -69,10 +71,11 @@ fn save_sharded<'a>(
     } else {
         hf_config::synthesize(config, dtype)?
     };
-    let shards = shards(config, dtype, max_shard_bytes);
+    let tensors = file_tensors(config);
+    let shards = shards(&tensors, dtype, max_shard_bytes);
     let mut notes = Vec::new();
     files::create_folder_atomic(folder, |new| {
-        write_weights(new, &shards, &mut values)?;
+        write_weights(new, &shards, &tensors, &mut values)?;
         write_text(&new.join("config.json"), &config_text)?;
         notes = if from_folder { copy_files(source, new)? } else { from_gguf(source, new)? };
         Ok(())
@@ -88,11 +91,11 @@ pub(super) fn shard_name(number: usize, of: usize) -> String {
 
 /// The weights in the order of computation, split into files of at most `max_bytes` (a single larger weight has a file of
 /// its own).
-fn shards(config: &ModelConfig, dtype: Dtype, max_bytes: usize) -> Vec<Vec<TensorSpec>> {
+fn shards(tensors: &[FileTensor], dtype: Dtype, max_bytes: usize) -> Vec<Vec<TensorSpec>> {
     let mut shards: Vec<Vec<TensorSpec>> = Vec::new();
     let mut used = 0;
-    for (name, shape) in config.expected_tensors() {
-        let spec = TensorSpec { name, dtype, shape };
+    for tensor in tensors {
+        let spec = TensorSpec { name: tensor.name.clone(), dtype, shape: tensor.shape.clone() };
         let bytes = spec.num_bytes();
         match shards.last_mut() {
             Some(last) if used + bytes <= max_bytes => {
@@ -111,17 +114,33 @@ fn shards(config: &ModelConfig, dtype: Dtype, max_bytes: usize) -> Vec<Vec<Tenso
 fn write_weights<'a>(
     folder: &Path,
     shards: &[Vec<TensorSpec>],
+    tensors: &[FileTensor],
     values: &mut impl FnMut(&str) -> Result<Cow<'a, [f32]>>,
 ) -> Result<()> {
+    // They are asked for in this order, and the tensors of one weight follow each other.
+    let mut tensors = tensors.iter();
+    let mut weight: Option<(&str, Cow<'a, [f32]>)> = None;
+    let mut values = |spec: &TensorSpec| -> Result<Cow<'a, [f32]>> {
+        let tensor = tensors.next().filter(|tensor| tensor.name == spec.name).context("it is out of order")?;
+        if tensor.is_whole_weight() {
+            return values(&tensor.weight);
+        }
+        if weight.as_ref().is_none_or(|(name, _)| *name != tensor.weight) {
+            weight = None;
+            weight = Some((&tensor.weight, values(&tensor.weight)?));
+        }
+        let (_, whole) = weight.as_ref().context("there is no weight")?;
+        Ok(tensor.values(whole).into_owned().into())
+    };
     let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
     if let [only] = shards {
-        return write(&folder.join(SINGLE_FILE), &metadata, only, |t| values(&t.name));
+        return write(&folder.join(SINGLE_FILE), &metadata, only, values);
     }
     let mut map = Map::new();
     let mut total_bytes = 0;
     for (i, shard) in shards.iter().enumerate() {
         let name = shard_name(i, shards.len());
-        write(&folder.join(&name), &metadata, shard, |t| values(&t.name))?;
+        write(&folder.join(&name), &metadata, shard, &mut values)?;
         for t in shard {
             total_bytes += t.num_bytes();
             map.insert(t.name.clone(), name.clone().into());
@@ -184,6 +203,7 @@ mod tests {
 
     use super::*;
     use crate::formats::gguf_write::GgufBuilder;
+    use crate::formats::safetensors::SafetensorsFile;
     use crate::model::loading::Checkpoint;
 
     fn golden(family: &str) -> PathBuf {
@@ -192,9 +212,24 @@ mod tests {
         root.join(family)
     }
 
+    /// Names and shapes of the tensors in a folder's files, sorted.
+    fn stored_names(folder: &Path) -> Vec<(String, Vec<usize>)> {
+        let mut found = Vec::new();
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            let name = path.file_name().unwrap().to_string_lossy().into_owned();
+            if name.starts_with("model") && name.ends_with(".safetensors") {
+                let file = SafetensorsFile::open(&path).unwrap();
+                found.extend(file.names().map(|name| (name.to_owned(), file.info(name).unwrap().shape.clone())));
+            }
+        }
+        found.sort();
+        found
+    }
+
     #[test]
     fn golden_models_survive_export_whole_and_sharded() {
-        for family in ["llama", "mistral", "qwen2", "qwen3"] {
+        for family in ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_oss"] {
             let model = Checkpoint::open(&golden(family)).unwrap();
             for max_bytes in [MAX_SHARD_BYTES, 200_000] {
                 let dir = tempfile::tempdir().unwrap();
@@ -203,6 +238,7 @@ mod tests {
                 let notes =
                     save_sharded(&folder, model.config(), Dtype::F32, &golden(family), max_bytes, values).unwrap();
                 assert_eq!(notes.len(), 1, "{notes:?}");
+                assert_eq!(stored_names(&folder), stored_names(&golden(family)), "{family}");
                 assert_eq!(folder.join(INDEX_FILE).exists(), max_bytes == 200_000);
                 let back = Checkpoint::open(&folder).unwrap();
                 assert_eq!(back.config(), model.config());

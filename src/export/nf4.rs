@@ -33,7 +33,7 @@ struct Stored {
 /// NF4 already stays as it is. `progress` gets weights done and weights in all. Returns notes for the user: what the folder lacks to be used on its own.
 ///
 /// # Errors
-/// When the source is a GGUF file, the folder holds something, a weight is not finite, or a file cannot be written.
+/// When the source is a GGUF file or a mixture of experts, the folder holds something, a weight is not finite, or a file cannot be written.
 pub fn save(
     folder: &Path,
     checkpoint: &Checkpoint,
@@ -43,6 +43,11 @@ pub fn save(
 ) -> Result<Vec<String>> {
     let source = checkpoint.path();
     ensure!(!checkpoint.is_gguf(), "{} is a GGUF file; only Hugging Face folders are quantized", source.display());
+    ensure!(
+        checkpoint.config().moe.is_none(),
+        "{} is a mixture of experts; most of it are its experts, which bitsandbytes does not store in 4 bits",
+        source.display()
+    );
     let path = source.join("config.json");
     let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
     let config = hf_config::with_nf4(&text, dtype, double).with_context(|| format!("cannot use {}", path.display()))?;

@@ -274,7 +274,7 @@ fn is_integer(kind: ValueKind) -> bool {
 /// Why a tensor cannot be converted and what to use instead, to follow the tensor's name in a message.
 pub fn unsupported_kind(tensor: &GgufTensor) -> String {
     format!(
-        "is quantized as {}, which Tandem does not read; use the model's Hugging Face folder, or a GGUF file in F32, F16, BF16, Q8_0, Q4_0 or Q4_1",
+        "is quantized as {}, which Tandem does not read; use the model's Hugging Face folder, or a GGUF file in F32, F16, BF16, Q8_0, Q4_0, Q4_1 or MXFP4",
         tensor.kind.name()
     )
 }

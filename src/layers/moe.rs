@@ -5,7 +5,7 @@
 //!
 //! Adapters on experts are PEFT's `target_parameters`: for each expert `W_e + s·B_e·A_e`, with `A` [E·r, in] and `B` [E·out, r] one below the other.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
@@ -15,11 +15,12 @@ use super::mlp::Output;
 use super::parameter::{Grads, ParamId};
 use crate::ops::expert_activation::{self, ExpertActivation};
 use crate::ops::grouped_matmul::{self, Groups};
-use crate::ops::routing::{self, Grouping, RouterWeights};
-use crate::ops::{elementwise, expert_bias, matmul};
+use crate::ops::cross_entropy::LossSum;
+use crate::ops::routing::{self, Balance, Grouping, RouterWeights};
+use crate::ops::{elementwise, expert_balance, expert_bias, matmul};
 use crate::tensor::clock::PhaseGuard;
 use crate::tensor::phase::{Pass, Phase};
-use crate::tensor::{Indices, MemoryCategory, Tensor, View};
+use crate::tensor::{Device, Indices, MemoryCategory, Tensor, View};
 
 /// How rows get to their experts. All forms give the same rows in the same order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
@@ -43,6 +44,56 @@ pub struct MoeRun<'a> {
     pub counts: Option<&'a Mutex<Tensor>>,
     /// Choices that are given or noted.
     pub choices: Option<&'a Choices>,
+    /// The auxiliary loss, where the model trains with it.
+    pub balance: Option<&'a Balances>,
+}
+
+/// What the auxiliary loss of a pass is made of, and its gradient: f32 [E] each, over all layers.
+#[derive(Debug)]
+pub struct Balances {
+    /// Probabilities of the router, summed over the rows of a forward pass.
+    pub probabilities: Mutex<Tensor>,
+    /// How often experts were chosen in it.
+    pub counts: Mutex<Tensor>,
+    /// Gradient with respect to each row's probabilities, for the backward pass.
+    pub gradient: Mutex<Tensor>,
+}
+
+impl Balances {
+    /// Room for so many experts.
+    pub fn new(device: &Device, experts: usize) -> Self {
+        let room = || Mutex::new(device.zeros_f32(MemoryCategory::Metadata, &[1, experts]));
+        Self { probabilities: room(), counts: room(), gradient: room() }
+    }
+
+    /// Begins a pass.
+    pub fn clear(&self) {
+        lock(&self.probabilities).fill_zero();
+        lock(&self.counts).fill_zero();
+    }
+
+    /// Adds `share` times the auxiliary loss of the pass, over `rows` rows of all layers, to `loss`, in which it weighs `1 / weight`, and makes its
+    /// gradient.
+    pub fn close(&self, device: &Device, rows: usize, share: f32, weight: f32, loss: &mut LossSum) {
+        let mut value = device.empty_f32(MemoryCategory::Workspace, &[1]);
+        let (probabilities, counts) = (lock(&self.probabilities), lock(&self.counts));
+        let mut gradient = lock(&self.gradient);
+        expert_balance::balance(
+            device,
+            &probabilities,
+            &counts,
+            rows,
+            share,
+            share / weight,
+            &mut gradient,
+            &mut value,
+        );
+        loss.add(device, &value);
+    }
+}
+
+fn lock(tensor: &Mutex<Tensor>) -> MutexGuard<'_, Tensor> {
+    tensor.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Choices of experts, by number of the layer among those with experts: for comparisons with other arithmetic, where a close choice may fall
@@ -156,16 +207,7 @@ impl Experts {
     fn forward(&self, ctx: &Context<'_>, groups: Groups<'_>, x: View<'_>, y: &mut Tensor) {
         let device = ctx.device;
         let bias = self.bias.map(|bias| ctx.params.operand(bias));
-        grouped_matmul::nt(
-            device,
-            1.0,
-            x,
-            ctx.params.experts(self.weight).view(),
-            bias,
-            0.0,
-            groups,
-            y.view_mut(),
-        );
+        grouped_matmul::nt(device, 1.0, x, ctx.params.experts(self.weight).view(), bias, 0.0, groups, y.view_mut());
         if let Some(lora) = &self.lora {
             let z = self.z(ctx, lora, groups, x);
             let b = ctx.params.operand(lora.b).view();
@@ -193,7 +235,14 @@ impl Experts {
     }
 
     /// `dy` [R, out] → `dx` [R, in], assigned; `dz` as [`Self::dz`] gives it.
-    fn input_gradient(&self, ctx: &Context<'_>, groups: Groups<'_>, dy: View<'_>, dz: Option<&Tensor>, dx: &mut Tensor) {
+    fn input_gradient(
+        &self,
+        ctx: &Context<'_>,
+        groups: Groups<'_>,
+        dy: View<'_>,
+        dz: Option<&Tensor>,
+        dx: &mut Tensor,
+    ) {
         let device = ctx.device;
         let weight = ctx.params.experts(self.weight);
         grouped_matmul::nn(device, 1.0, dy, weight.view(), 0.0, groups, dx.view_mut());
@@ -354,9 +403,13 @@ impl Moe {
         routing::choose(device, &logits, self.router.weights, given.is_some(), &mut experts, &mut weights);
         if counts {
             if let Some(all) = ctx.moe.counts {
-                let mut all = all.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut all = lock(all);
                 let row = all.view_mut().row_range(self.index, 1);
                 routing::count(device, &logits, &experts, tokens, None, row);
+            }
+            if let Some(Balances { probabilities, counts, .. }) = ctx.moe.balance {
+                let (mut probabilities, mut counts) = (lock(probabilities), lock(counts));
+                routing::count(device, &logits, &experts, tokens, Some(&mut probabilities), counts.view_mut());
             }
             self.note(ctx, &experts);
         }
@@ -415,14 +468,15 @@ impl Moe {
         dy: View<'_>,
         d_weights: &Tensor,
     ) -> Tensor {
-        let (device, tokens, hidden, num_experts) =
-            (ctx.device, dy.rows(), self.gate_up.in_features, self.num_experts);
+        let (device, tokens, hidden, num_experts) = (ctx.device, dy.rows(), self.gate_up.in_features, self.num_experts);
         let bias_dots = self.down.bias.map(|bias| {
             let mut dots = device.empty_f32(MemoryCategory::Workspace, &[tokens, num_experts]);
             matmul::nt(device, 1.0, dy, ctx.params.operand(bias), 0.0, &mut dots);
             dots
         });
         let mut d_logits = ctx.scratch(&[tokens, device.stride(num_experts)]);
+        let balance = ctx.moe.balance.map(|balance| lock(&balance.gradient));
+        let balance = balance.as_deref().map(|gradient| Balance { gradient, rows: tokens.into() });
         routing::backward(
             device,
             &routed.logits,
@@ -431,7 +485,7 @@ impl Moe {
             &routed.weights,
             d_weights,
             bias_dots.as_ref(),
-            None,
+            balance,
             d_logits.first_columns_mut(num_experts),
         );
         let d_logits = d_logits.first_columns(num_experts);

@@ -27,11 +27,8 @@ fn case(device: &Device, values: &mut Values, top_k: usize, weights: RouterWeigh
         id
     };
     let bias = |id: ParamId| like_gpt_oss.then_some(id);
-    let router = Router {
-        weight: push("router", &[EXPERTS, HIDDEN]),
-        bias: bias(push("router bias", &[EXPERTS])),
-        weights,
-    };
+    let router =
+        Router { weight: push("router", &[EXPERTS, HIDDEN]), bias: bias(push("router bias", &[EXPERTS])), weights };
     let mut experts = |name: &str, out_features: usize, in_features: usize| Experts {
         weight: push(name, &[EXPERTS, out_features, in_features]),
         bias: bias(push(&format!("{name} bias"), &[EXPERTS, out_features])),
@@ -73,7 +70,7 @@ fn check(top_k: usize, weights: RouterWeights, like_gpt_oss: bool, given: Option
     let choices = Choices { given: Some(given.map_or(noted, |given| vec![given.to_vec()])), ..Choices::default() };
     for routing in ROUTINGS {
         let counts = Mutex::new(device.zeros_f32(MemoryCategory::Metadata, &[1, EXPERTS]));
-        let run = MoeRun { routing, counts: Some(&counts), choices: Some(&choices) };
+        let run = MoeRun { routing, counts: Some(&counts), choices: Some(&choices), balance: None };
         let (y, saved) = forward(&device, &params, &moe, run, &h);
         let counted: f32 = counts.lock().unwrap().f32s().iter().sum();
         assert_eq!(counted as usize, TOKENS * top_k);

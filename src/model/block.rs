@@ -198,7 +198,13 @@ impl Block {
     }
 
     /// The MLP's part over the rows of `middle` [rows, hidden].
-    fn mlp_forward(&self, ctx: &Context<'_>, middle: View<'_>, output: Output<'_>, keep: Keep) -> (Normed, FeedForwardSaved) {
+    fn mlp_forward(
+        &self,
+        ctx: &Context<'_>,
+        middle: View<'_>,
+        output: Output<'_>,
+        keep: Keep,
+    ) -> (Normed, FeedForwardSaved) {
         let mut input = {
             let _phase = self.norm_phase(ctx, Pass::Forward);
             normed(ctx, &self.post_attention_layernorm, self.mlp.input_shape(ctx, middle.rows()), middle)

@@ -178,6 +178,12 @@ impl ModelConfig {
         windows
     }
 
+    /// The weight of the auxiliary loss that balances experts, and these; `None` where the model trains without it.
+    pub fn auxiliary_loss(&self) -> Option<(f64, &MoeConfig)> {
+        let moe = self.moe.as_ref()?;
+        moe.router_aux_loss_coef.map(|coef| (coef, moe))
+    }
+
     /// Rows of `q_proj`: query heads times head width.
     pub fn q_size(&self) -> usize {
         self.num_attention_heads * self.head_dim

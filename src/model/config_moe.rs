@@ -48,6 +48,11 @@ pub struct MoeConfig {
     pub layers: Vec<bool>,
 }
 
+impl Gating {
+    /// That of gpt-oss where its files do not say.
+    pub const GPT_OSS: Self = Self::Clamped { alpha: 1.702, limit: 7.0 };
+}
+
 impl MoeConfig {
     /// What lies between the projections of an expert.
     pub(super) fn activation(&self) -> ExpertActivation {

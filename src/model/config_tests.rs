@@ -301,9 +301,18 @@ fn gguf_metadata_becomes_the_same_config() {
 fn gguf_refusals_name_the_reason() {
     let refusal = |b| format!("{:#}", gguf(b).unwrap_err());
     assert!(refusal(GgufBuilder::new().string("general.architecture", "gemma3")).contains("gemma3"));
-    assert!(refusal(gguf_base("llama").u32("llama.expert_count", 8)).contains("mixture of experts"));
+    assert!(refusal(gguf_base("qwen2").u32("qwen2.expert_count", 8)).contains("with 8 experts"));
+    let mixtral = || gguf_base("llama").u32("llama.expert_count", 8);
+    assert!(refusal(mixtral()).contains("llama.expert_used_count is missing"));
+    let mixtral = || mixtral().u32("llama.expert_used_count", 2);
+    assert!(refusal(mixtral().u32("llama.expert_gating_func", 2)).contains("expert_gating_func is 2"));
+    assert!(refusal(mixtral().u32("llama.expert_shared_count", 1)).contains("expert_shared_count is 1"));
+    assert!(refusal(gguf_base("gpt-oss")).contains("gpt-oss.attention.sliding_window is missing"));
     assert!(refusal(gguf_base("llama").u32("split.count", 3)).contains("one of 3 parts"));
-    assert!(refusal(gguf_base("llama").string("llama.rope.scaling.type", "yarn")).contains("yarn"));
+    assert!(refusal(gguf_base("llama").string("llama.rope.scaling.type", "longrope")).contains("longrope"));
+    assert!(
+        refusal(gguf_base("llama").string("llama.rope.scaling.type", "yarn")).contains("scaling.factor is missing")
+    );
     assert!(refusal(gguf_base("llama").tensor_f32("rope_freqs.weight", &[2], &[1.0; 2])).contains("head_dim / 2 = 8"));
     assert!(refusal(gguf_base("llama").u32("llama.rope.dimension_count", 8)).contains("rope.dimension_count is 8"));
 }

@@ -73,8 +73,14 @@ impl Transformer {
         let targets = spec.targets()?;
         let on_experts = expert_targets(&spec.target_parameters)?;
         if on_experts.contains(&true) {
-            ensure!(self.config.moe.is_some(), "target_parameters names weights of experts, which this model does not have");
-            ensure!(spec.dropout == 0.0, "lora_dropout must be 0 where target_parameters names weights of experts, as in PEFT");
+            ensure!(
+                self.config.moe.is_some(),
+                "target_parameters names weights of experts, which this model does not have"
+            );
+            ensure!(
+                spec.dropout == 0.0,
+                "lora_dropout must be 0 where target_parameters names weights of experts, as in PEFT"
+            );
         }
         let num_layers = self.config.num_hidden_layers;
         if let Some(layer) = spec.layers_to_transform.iter().find(|&&layer| layer >= num_layers) {
@@ -232,8 +238,7 @@ mod tests {
     #[test]
     fn the_order_of_experts_turns_there_and_back() {
         // Two experts, three outputs, rank 2: value = 100·expert + 10·out + r.
-        let own: Vec<f32> =
-            (0..12).map(|i| (i / 6 * 100 + i % 6 / 2 * 10 + i % 2) as f32).collect();
+        let own: Vec<f32> = (0..12).map(|i| (i / 6 * 100 + i % 6 / 2 * 10 + i % 2) as f32).collect();
         let peft = experts_last(&own, 2, 3);
         assert_eq!(peft, [0., 100., 1., 101., 10., 110., 11., 111., 20., 120., 21., 121.]);
         assert_eq!(experts_first(&peft, 2, 3), own);

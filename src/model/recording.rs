@@ -272,7 +272,7 @@ impl Transformer {
         let _held = gpu.hold_pass(&recording.between);
         let _scope = gpu.pass_scope();
         let dx = &mut recording.dx;
-        self.head_pass(&ctx, grads, loss, batch, options.weight, &recording.x, dx);
+        self.head_pass(&ctx, grads, loss, batch, options, &recording.x, dx);
         if stopped() {
             return None;
         }

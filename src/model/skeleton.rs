@@ -18,7 +18,7 @@ use crate::layers::norm::RmsNorm;
 use crate::layers::parameter::{MatrixId, ParamId, Params, Part};
 use crate::layers::projection::{Linear, Projection};
 use crate::ops::attention::AttentionShape;
-use crate::ops::routing::RouterWeights;
+use crate::ops::routing::{self, RouterWeights};
 use crate::tensor::{Device, MemoryCategory};
 
 /// The table of token embeddings.
@@ -120,9 +120,21 @@ fn check_widths(config: &ModelConfig, device: &Device) -> Result<()> {
     if let Device::Cpu(_) = device {
         return Ok(());
     }
+    let experts = config.moe.as_ref();
+    if let Some(moe) = experts {
+        let (experts, chosen) = (moe.num_experts, moe.num_experts_per_tok);
+        ensure!(
+            experts <= routing::MAX_EXPERTS && chosen <= routing::MAX_EXPERTS_PER_TOKEN,
+            "the model has {experts} experts and sends a token to {chosen}; the GPU engine takes up to {} and {}: set train.device = \"cpu\" for \
+             this model",
+            routing::MAX_EXPERTS,
+            routing::MAX_EXPERTS_PER_TOKEN
+        );
+    }
     let widths = [
         ("hidden_size", config.hidden_size),
         ("intermediate_size", config.intermediate_size),
+        ("moe_intermediate_size", experts.map_or(8, |moe| moe.moe_intermediate_size)),
         ("head_dim", config.head_dim),
     ];
     for (name, width) in widths {

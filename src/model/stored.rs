@@ -166,15 +166,14 @@ impl Piece {
 impl Stored {
     /// The stored tensors it is made of.
     pub(super) fn raws(&self) -> impl Iterator<Item = &Raw> {
-        let pieces = match &self.source {
-            Source::Tensor(raw) => std::slice::from_ref(raw).iter().chain([].iter()),
+        let (first, second): (&[Raw], &[Raw]) = match &self.source {
+            Source::Tensor(raw) => (std::slice::from_ref(raw), &[]),
             Source::Stack(Stack { pieces, .. }) => {
                 let mut pieces = pieces.iter().map(Piece::raws);
-                let first = pieces.next().unwrap_or_default();
-                first.iter().chain(pieces.next().unwrap_or_default())
+                (pieces.next().unwrap_or_default(), pieces.next().unwrap_or_default())
             }
         };
-        pieces
+        first.iter().chain(second)
     }
 
     /// Bytes on disk.
@@ -327,7 +326,7 @@ impl Table {
 }
 
 /// What a family's files call the projection `module` (`gate_proj`, `up_proj`, `down_proj`) of one expert.
-pub fn expert_name(family: Architecture, is_gguf: bool, block: &str, expert: usize, module: &str) -> String {
+pub(super) fn expert_name(family: Architecture, is_gguf: bool, block: &str, expert: usize, module: &str) -> String {
     if family != Architecture::Mixtral || is_gguf {
         return format!("{block}.mlp.experts.{expert}.{module}.weight");
     }

@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
 use safetensors::serialize_to_file;
@@ -9,9 +10,12 @@ use safetensors::tensor::TensorView;
 use serde_json::{Value, json};
 
 use super::{Order, arranged};
+use crate::formats::blocks::BlockKind;
+use crate::formats::gguf_value::GgmlType;
+use crate::formats::gguf_write::GgufBuilder;
 use crate::formats::mxfp4::Mxfp4;
 use crate::formats::safetensors::{Dtype, SafetensorsFile, TensorSpec, write};
-use crate::model::config::ModelConfig;
+use crate::model::config::{ModelConfig, RopeScaling};
 use crate::model::loading::{Checkpoint, INDEX_FILE, SINGLE_FILE};
 
 fn golden(family: &str) -> PathBuf {
@@ -263,4 +267,169 @@ fn rows_are_arranged_by_their_order() {
     assert_eq!(run(&[&[1, 2, 3, 4], &[5, 6, 7, 8]], Order::Interleaved, 2), [1, 2, 5, 6, 3, 4, 7, 8]);
     assert_eq!(run(&[&[1, 2, 3, 4, 5, 6, 7, 8]], Order::Interleaved, 2), [1, 2, 5, 6, 3, 4, 7, 8]);
     assert_eq!(run(&[&[1, 2, 3, 4, 5, 6]], Order::Transposed, 2), [1, 4, 2, 5, 3, 6]);
+}
+
+/// The golden model as the GGUF file that llama.cpp's converter makes of it; with `packed`, experts' weights in MXFP4. `fused` puts gate and up rows
+/// into one tensor.
+fn as_gguf(family: &str, packed: bool, fused: bool) -> (Checkpoint, Vec<u8>) {
+    let c = Checkpoint::open(&golden(family)).unwrap();
+    let (m, moe) = (c.config(), c.config().moe.as_ref().unwrap());
+    let arch = match family {
+        "qwen3_moe" => "qwen3moe",
+        "gpt_oss" => "gpt-oss",
+        _ => "llama",
+    };
+    let k = |s: &str| format!("{arch}.{s}");
+    let mut b = GgufBuilder::new()
+        .string("general.architecture", arch)
+        .u32(&k("embedding_length"), m.hidden_size as u32)
+        .u32(&k("block_count"), m.num_hidden_layers as u32)
+        .u32(&k("feed_forward_length"), m.intermediate_size as u32)
+        .u32(&k("attention.head_count"), m.num_attention_heads as u32)
+        .u32(&k("attention.head_count_kv"), m.num_key_value_heads as u32)
+        .u32(&k("attention.key_length"), m.head_dim as u32)
+        .u32(&k("context_length"), m.max_position_embeddings as u32)
+        .f32(&k("rope.freq_base"), m.rope_theta as f32)
+        .f32(&k("attention.layer_norm_rms_epsilon"), m.rms_norm_eps as f32)
+        .u32(&k("expert_count"), moe.num_experts as u32)
+        .u32(&k("expert_used_count"), moe.num_experts_per_tok as u32)
+        .u32("tokenizer.ggml.bos_token_id", 1)
+        .u32("tokenizer.ggml.eos_token_id", 2)
+        .u32("tokenizer.ggml.padding_token_id", 0);
+    if family != "mixtral" {
+        b = b.u32(&k("expert_feed_forward_length"), moe.moe_intermediate_size as u32);
+    }
+    if let RopeScaling::Yarn { factor, original_max_position_embeddings, .. } = m.rope_scaling {
+        b = b
+            .u32(&k("attention.sliding_window"), 16)
+            .string(&k("rope.scaling.type"), "yarn")
+            .f32(&k("rope.scaling.factor"), factor as f32)
+            .u32(&k("rope.scaling.original_context_length"), original_max_position_embeddings as u32);
+    }
+    for name in c.tensor_names() {
+        let (values, shape) = (c.tensor_f32(name).unwrap(), c.shape(name).unwrap().to_vec());
+        let Some((block, part)) = name.strip_prefix("model.layers.").and_then(|n| n.split_once('.')) else {
+            let name = name.replace("model.embed_tokens", "token_embd").replace("model.norm", "output_norm");
+            b = b.tensor_f32(&name.replace("lm_head", "output"), &shape, &values);
+            continue;
+        };
+        let norm = if family == "gpt_oss" { "post_attention_norm" } else { "ffn_norm" };
+        let name = [
+            ("input_layernorm", "attn_norm"),
+            ("post_attention_layernorm", norm),
+            ("self_attn.q_norm", "attn_q_norm"),
+            ("self_attn.k_norm", "attn_k_norm"),
+            ("self_attn.q_proj", "attn_q"),
+            ("self_attn.k_proj", "attn_k"),
+            ("self_attn.v_proj", "attn_v"),
+            ("self_attn.o_proj", "attn_output"),
+            ("self_attn.sinks", "attn_sinks.weight"),
+            ("mlp.gate.", "ffn_gate_inp."),
+            ("mlp.router.", "ffn_gate_inp."),
+            ("mlp.experts.gate_up_proj_bias", "ffn_gate_up_exps.bias"),
+            ("mlp.experts.gate_up_proj", "ffn_gate_up_exps.weight"),
+            ("mlp.experts.down_proj_bias", "ffn_down_exps.bias"),
+            ("mlp.experts.down_proj", "ffn_down_exps.weight"),
+        ];
+        let name = name.iter().fold(part.to_owned(), |name, (hf, gguf)| name.replace(hf, gguf));
+        let mut tensor = |name: &str, shape: &[usize], values: &[f32]| {
+            let name = format!("blk.{block}.{name}");
+            let builder = std::mem::take(&mut b);
+            b = match packed && shape.len() == 3 {
+                true => builder.tensor(&name, GgmlType::of(BlockKind::Mxfp4), shape, &gguf_mxfp4(values, shape)),
+                false => builder.tensor_f32(&name, shape, values),
+            };
+        };
+        if let Some(kind) = name.strip_prefix("ffn_gate_up_exps.") {
+            // Rows of gate, then rows of up, of every expert.
+            let cols = shape.get(2).copied().unwrap_or(1);
+            let half = shape[1] / 2;
+            let rows = |expert: usize, up: usize| {
+                let row = move |i: usize| if moe.interleaved { 2 * i + up } else { up * half + i };
+                (0..half).map(move |i| (expert * 2 * half + row(i)) * cols)
+            };
+            let of = |expert: usize, up: usize| {
+                rows(expert, up).flat_map(|at| values[at..at + cols].to_vec()).collect::<Vec<f32>>()
+            };
+            let experts = 0..shape[0];
+            if fused {
+                let both: Vec<f32> = experts.flat_map(|e| [of(e, 0), of(e, 1)].concat()).collect();
+                tensor(&name, &shape, &both);
+                continue;
+            }
+            let mut one = shape.clone();
+            one[1] = half;
+            for (up, module) in ["ffn_gate_exps", "ffn_up_exps"].into_iter().enumerate() {
+                let all: Vec<f32> = experts.clone().flat_map(|e| of(e, up)).collect();
+                tensor(&format!("{module}.{kind}"), &one, &all);
+            }
+            continue;
+        }
+        let heads = match part {
+            "self_attn.q_proj.weight" if family == "mixtral" => m.num_attention_heads,
+            "self_attn.k_proj.weight" if family == "mixtral" => m.num_key_value_heads,
+            _ => 0,
+        };
+        if heads == 0 {
+            tensor(&name, &shape, &values);
+            continue;
+        }
+        let (half, cols) = (m.head_dim / 2, shape[1]);
+        let row = |r: usize| (r / (2 * half)) * 2 * half + (r % 2) * half + r % (2 * half) / 2;
+        let turned: Vec<f32> =
+            (0..shape[0]).flat_map(|r| values[row(r) * cols..(row(r) + 1) * cols].to_vec()).collect();
+        tensor(&name, &shape, &turned);
+    }
+    let bytes = b.build();
+    (c, bytes)
+}
+
+/// Blocks of MXFP4 in the order of GGUF files, each from its values.
+fn gguf_mxfp4(values: &[f32], shape: &[usize]) -> Vec<u8> {
+    let weight = Mxfp4::quantize(values, shape).unwrap();
+    let mut bytes = Vec::new();
+    for (codes, scale) in weight.blocks().chunks_exact(16).zip(weight.scales()) {
+        let code = |i: usize| codes[i / 2] >> (4 * (i % 2)) & 15;
+        bytes.push(*scale);
+        bytes.extend((0..16).map(|j| code(j) | code(j + 16) << 4));
+    }
+    bytes
+}
+
+fn gguf_file(bytes: &[u8]) -> tempfile::NamedTempFile {
+    let mut file = tempfile::Builder::new().suffix(".gguf").tempfile().unwrap();
+    file.write_all(bytes).unwrap();
+    file
+}
+
+#[test]
+fn golden_mixtures_and_their_gguf_files_are_the_same_models() {
+    for family in ["qwen3_moe", "mixtral", "gpt_oss"] {
+        for fused in [false, true] {
+            let (folder, bytes) = as_gguf(family, false, fused);
+            let file = gguf_file(&bytes);
+            let c = Checkpoint::open(file.path()).unwrap();
+            assert!(c.ignored_tensors().is_empty(), "{family}: {:?}", c.ignored_tensors());
+            assert_same(&folder, &c);
+            // The class in Transformers has what GGUF files leave out.
+            assert_eq!(c.config(), folder.config(), "{family}");
+        }
+    }
+}
+
+#[test]
+fn mxfp4_of_gguf_files_is_that_of_folders() {
+    let dir = mxfp4_folder(|_| {});
+    let folder = Checkpoint::open(dir.path()).unwrap();
+    for fused in [false, true] {
+        let file = gguf_file(&as_gguf("gpt_oss", true, fused).1);
+        let c = Checkpoint::open(file.path()).unwrap();
+        assert_eq!((c.dtype_summary().as_str(), c.mxfp4()), ("MXFP4", folder.mxfp4()));
+        for part in ["gate_up_proj", "down_proj"] {
+            let name = &format!("model.layers.2.mlp.experts.{part}");
+            assert_eq!(c.tensor_mxfp4(name).unwrap(), folder.tensor_mxfp4(name).unwrap(), "{part}");
+            assert_eq!(c.expert_mxfp4(name, 3).unwrap(), folder.expert_mxfp4(name, 3).unwrap(), "{part}");
+            assert_eq!(c.expert_f32(name, 3).unwrap(), folder.expert_f32(name, 3).unwrap(), "{part}");
+        }
+    }
 }

@@ -17,7 +17,7 @@ use super::skeleton::{Skeleton, TIED, skeleton};
 use crate::base::error::Result;
 use crate::layers::embedding::Embedding;
 use crate::layers::head::{Head, Supervised};
-use crate::layers::moe::{Choices, MoeRun, Routing};
+use crate::layers::moe::{Balances, Choices, MoeRun, Routing};
 use crate::layers::parameter::{Grads, ParamId, Params};
 use crate::layers::{Context, DropoutState, Keep};
 use crate::ops::cross_entropy::LossSum;
@@ -47,6 +47,8 @@ pub struct Transformer {
     /// How often experts were chosen since that was cleared: f32 [layers with experts, E].
     expert_counts: Option<Mutex<Tensor>>,
     choices: Option<Choices>,
+    /// Where the model trains with an auxiliary loss.
+    balance: Option<Balances>,
     pub(super) offload: Mutex<Offload>,
     inv_freq: Vec<f32>,
     /// Factor on cosines and sines.
@@ -75,6 +77,8 @@ pub struct PassOptions<'a> {
     pub weight: f32,
     /// What blocks keep.
     pub activations: Activations,
+    /// Part of this pass in the auxiliary loss of a step, in a model that trains with one: 1 / passes of the step.
+    pub share: f32,
     /// Dropout of this micro-batch.
     pub dropout: Option<DropoutState>,
     /// Raised to stop between blocks.
@@ -148,6 +152,7 @@ impl Transformer {
                 Mutex::new(device.zeros_f32(MemoryCategory::Metadata, &[layers, moe.num_experts]))
             }),
             choices: None,
+            balance: config.auxiliary_loss().map(|(_, moe)| Balances::new(device, moe.num_experts)),
             offload: Mutex::default(),
             inv_freq: rotary::inv_freq(config),
             rope_factor: rotary::attention_factor(config),
@@ -256,6 +261,11 @@ impl Transformer {
     /// What [`Self::set_mlp_rows`] set.
     pub(super) fn mlp_rows(&self) -> usize {
         self.mlp_rows
+    }
+
+    /// Whether it trains with an auxiliary loss over all tokens of a pass: padding would take part in it.
+    pub fn has_auxiliary_loss(&self) -> bool {
+        self.balance.is_some()
     }
 
     /// Sets how rows get to their experts, in every pass from now on. No result changes but by the order of sums in products.
@@ -371,7 +381,7 @@ impl Transformer {
         let run = BlockRun { ctx: &ctx, batch, metadata: &metadata, stopped: &stopped };
         let (x, kept) = self.forward_blocks(run, options.activations, travel.as_mut())?;
         let mut dx = ctx.scratch(&self.gradient_shape(&ctx, &x));
-        self.head_pass(&ctx, grads, loss, batch, options.weight, &x, &mut dx);
+        self.head_pass(&ctx, grads, loss, batch, options, &x, &mut dx);
         drop(x);
         self.backward_blocks(run, grads, kept, travel.as_mut(), &mut dx)?;
         self.embedding_gradient(&ctx, grads, batch, &dx);
@@ -387,6 +397,9 @@ impl Transformer {
     ) -> Option<(Tensor, Vec<Kept>)> {
         let BlockRun { ctx, batch, metadata, stopped } = run;
         let first = self.first_trained_block();
+        if let Some(balance) = &self.balance {
+            balance.clear();
+        }
         let mut x = {
             let _phase = self.device.clock().enter(Phase::HeadLoss, Pass::Forward, None);
             self.embed_tokens.forward(ctx, &batch.input_ids)
@@ -452,14 +465,19 @@ impl Transformer {
         grads: &mut Grads,
         loss: &mut LossSum,
         batch: &DeviceBatch,
-        weight: f32,
+        options: PassOptions<'_>,
         x: &Tensor,
         dx: &mut Tensor,
     ) {
         let _phase = self.device.clock().enter(Phase::HeadLoss, Pass::Forward, None);
         let supervised = Supervised { rows: &batch.rows, targets: &batch.targets };
-        let losses = self.head.forward_backward(ctx, grads, x, supervised, weight, dx);
+        let losses = self.head.forward_backward(ctx, grads, x, supervised, options.weight, dx);
         loss.add(&self.device, &losses);
+        if let Some((balance, (coef, moe))) = self.balance.as_ref().zip(self.config.auxiliary_loss()) {
+            let layers = moe.layers.iter().filter(|has_experts| **has_experts).count();
+            let share = coef as f32 * options.share;
+            balance.close(&self.device, batch.total_tokens() * layers, share, options.weight, loss);
+        }
     }
 
     /// Backward of the blocks of [`Self::forward_blocks`], with the gradient in `dx`; `None` when stopped on the way.
@@ -554,7 +572,7 @@ impl Transformer {
 
     pub(super) fn context(&self, dropout: Option<DropoutState>) -> Context<'_> {
         let (counts, choices) = (self.expert_counts.as_ref(), self.choices.as_ref());
-        let moe = MoeRun { routing: self.routing, counts, choices };
+        let moe = MoeRun { routing: self.routing, counts, choices, balance: self.balance.as_ref() };
         Context { moe, ..Context::new(&self.device, &self.params, dropout) }
     }
 

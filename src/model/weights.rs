@@ -174,7 +174,10 @@ fn random_mxfp4(generator: Philox, len: usize) -> (Vec<u8>, Vec<u8>) {
     let mut blocks = vec![0; len / 2];
     blocks.par_chunks_mut(16).enumerate().with_min_len(1 << 12).for_each(|(block, bytes)| {
         let words = generator.block(block as u64);
-        bytes.chunks_mut(4).zip(words).for_each(|(bytes, word)| bytes.copy_from_slice(&word.to_le_bytes()[..bytes.len()]));
+        bytes
+            .chunks_mut(4)
+            .zip(words)
+            .for_each(|(bytes, word)| bytes.copy_from_slice(&word.to_le_bytes()[..bytes.len()]));
     });
     (blocks, vec![120; len / 32])
 }

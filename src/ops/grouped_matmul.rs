@@ -196,6 +196,7 @@ pub fn launch_on_every_card(gpu: &Gpu, shape: &GroupedShape, operands: &GroupedO
 mod tests {
     use super::*;
     use crate::ops::testing::{Values, assert_close, assert_gradient, cpu, dot};
+    use crate::tensor::cuda::{DeviceFacts, Pool, RecordingFacts};
 
     const SCRATCH: MemoryCategory = MemoryCategory::Workspace;
 
@@ -313,6 +314,33 @@ mod tests {
         device.run(|| tn(&device, 1.0, &dy, &tensor(&[5, k], &x), groups, &mut dw));
         assert_gradient("dx", &x, dx.f32s(), |x| loss(x, &w));
         assert_gradient("dw", &w, dw.f32s(), |w| loss(&x, w));
+    }
+
+    #[test]
+    fn on_a_gpu_a_product_is_one_launch_and_takes_no_memory() {
+        for compute_capability in [(9, 0), (8, 9)] {
+            let card = DeviceFacts { compute_capability, ..DeviceFacts::assumed(1 << 30) };
+            let device = Device::recording(RecordingFacts::unbounded(card, true));
+            let Device::Cuda(gpu) = &device else { unreachable!("a recording device is a GPU") };
+            let (n, k, groups) = (512, 256, 4);
+            let [x, w, bias] = [[1000, k], [groups * n, k], [groups, n]].map(|shape| device.zeros(SCRATCH, &shape));
+            let [mut y, mut dx] = [[1000, n], [1000, k]].map(|shape| device.zeros(SCRATCH, &shape));
+            let mut dw = device.zeros_f32(SCRATCH, &[groups * n, k]);
+            let offsets = on_device(&device, &[0, 100, 100, 900, 1000]);
+            let by = Groups::Device(&offsets);
+            let (before, bytes) = (gpu.counters(), gpu.arena_bytes(Pool::Lasting));
+            nt(&device, 1.0, &x, &w, Some(&bias), 0.0, by, &mut y);
+            nn(&device, 1.0, &y, &w, 0.0, by, &mut dx);
+            tn(&device, 1.0, &y, &x, by, &mut dw);
+            let during = gpu.counters() - before;
+            assert_eq!((during.launches, during.host_syncs, during.allocations), (3, 0, 0));
+            assert_eq!(gpu.arena_bytes(Pool::Lasting), bytes);
+            // Nothing to do, nothing to launch.
+            let mut none = device.zeros(SCRATCH, &[0, n]);
+            nt(&device, 1.0, x.view().row_range(0, 0), &w, None, 0.0, by, &mut none);
+            assert_eq!((gpu.counters() - before).launches, 3);
+            device.check().unwrap();
+        }
     }
 
     #[test]

@@ -24,11 +24,13 @@ const _: () = {
     assert!(offset_of!(HopperParams, b) == 128 && offset_of!(HopperParams, product) == 256);
 };
 
-/// One kernel, in two forms.
+/// Kernels of one width of tiles, for nt and nn.
 #[derive(Debug)]
 struct Tile {
-    /// Names for nt, nn.
+    /// Each block for itself.
     names: [&'static str; 2],
+    /// Two blocks of a cluster side by side, each of which brings half of the rows to both: less to read.
+    pairs: Option<[&'static str; 2]>,
     cols: usize,
     /// What a column costs: narrow tiles read more for each product.
     cost: f64,
@@ -36,9 +38,19 @@ struct Tile {
 
 /// Best first where several serve equally well. 240 divides 2,880 and 5,760, the widths of gpt-oss.
 const TILES: [Tile; 3] = [
-    Tile { names: ["grouped_nt_hopper_128x256", "grouped_nn_hopper_128x256"], cols: 256, cost: 1.0 },
-    Tile { names: ["grouped_nt_hopper_128x240", "grouped_nn_hopper_128x240"], cols: 240, cost: 1.0 },
-    Tile { names: ["grouped_nt_hopper_128x128", "grouped_nn_hopper_128x128"], cols: 128, cost: 1.25 },
+    Tile {
+        names: ["grouped_nt_hopper_128x256", "grouped_nn_hopper_128x256"],
+        pairs: Some(["grouped_nt_hopper_pair_128x256", "grouped_nn_hopper_pair_128x256"]),
+        cols: 256,
+        cost: 1.0,
+    },
+    Tile {
+        names: ["grouped_nt_hopper_128x240", "grouped_nn_hopper_128x240"],
+        pairs: Some(["grouped_nt_hopper_pair_128x240", "grouped_nn_hopper_pair_128x240"]),
+        cols: 240,
+        cost: 1.0,
+    },
+    Tile { names: ["grouped_nt_hopper_128x128", "grouped_nn_hopper_128x128"], pairs: None, cols: 128, cost: 1.25 },
 ];
 
 /// Rows of a tile, length of the sums that a stage holds, stages, threads.
@@ -85,15 +97,21 @@ pub fn is_better(shape: &GroupedShape) -> bool {
 pub fn launch(gpu: &Gpu, shape: &GroupedShape, operands: &GroupedOperands) {
     let &GroupedShape { form, groups, rows, n, k, lda, ldb, .. } = shape;
     let tile = Tile::of_width(n);
-    let a = Boxes { pointer: operands.a, sizes: [k, rows, 1], strides: [lda, 0], box_rows: ROWS };
-    let (name, b_sizes, box_rows) =
+    let tile_columns = n.div_ceil(tile.cols);
+    // Side by side needs an even number of tiles, or a block would have nothing to do.
+    let pairs = tile.pairs.filter(|_| tile_columns.is_multiple_of(2));
+    let (names, blocks_a_cluster) = pairs.map_or((tile.names, 1), |names| (names, 2));
+    let a_box_rows = ROWS / blocks_a_cluster;
+    let a = Boxes { pointer: operands.a, sizes: [k, rows, 1], strides: [lda, 0], box_rows: a_box_rows };
+    let (name, b_sizes, b_box_rows) =
         if form == Form::Nt { (0, [k, n, groups], tile.cols) } else { (1, [n, k, groups], DEPTH) };
-    let b = Boxes { pointer: operands.b, sizes: b_sizes, strides: [ldb, b_sizes[1] * ldb], box_rows };
+    let b = Boxes { pointer: operands.b, sizes: b_sizes, strides: [ldb, b_sizes[1] * ldb], box_rows: b_box_rows };
     let params = HopperParams { a: gpu.tensor_map(&a, 2), b: gpu.tensor_map(&b, 3), product: params(shape, operands) };
-    let most = most_row_tiles(shape, ROWS) * n.div_ceil(tile.cols);
-    let (kernel, shared_bytes) = (tile.names[name], tile.shared_bytes(form));
+    let (kernel, shared_bytes) = (names[name], tile.shared_bytes(form));
     gpu.allow_shared_bytes(kernel, shared_bytes);
-    let blocks = most.min(gpu.facts().num_sms as usize);
+    // Blocks stay: as many as there are multiprocessors, in whole clusters.
+    let sms = (gpu.facts().num_sms as usize / blocks_a_cluster).max(1) * blocks_a_cluster;
+    let blocks = (most_row_tiles(shape, ROWS) * tile_columns).min(sms);
     gpu.launch_struct(kernel, Launch { shared_bytes, ..Launch::new(blocks, THREADS) }, &params);
 }
 
@@ -105,17 +123,23 @@ mod tests {
 
     #[test]
     fn every_tile_is_what_the_kernel_source_says() {
+        let mut count = 0;
         for tile in &TILES {
-            for (name, along) in tile.names.iter().zip(["true", "false"]) {
-                let line = SOURCE.lines().find(|line| line.contains(&format!(" {name}("))).expect(name);
-                assert!(line.contains(&format!("multiply<{}, {along}>(p)", tile.cols)), "{name}");
-                assert!(line.contains(&format!("__launch_bounds__({THREADS}, 1)")), "{name}");
+            for (names, pair) in [(Some(tile.names), false), (tile.pairs, true)] {
+                for (name, along) in names.into_iter().flatten().zip([true, false]) {
+                    let start = format!("extern \"C\" __global__ void __launch_bounds__({THREADS}, 1) {name}(");
+                    let line = SOURCE.lines().find(|line| line.starts_with(&start)).expect(name);
+                    assert!(line.contains(&format!("multiply<{}, {along}, {pair}>(p)", tile.cols)), "{name}");
+                    let cluster = format!("extern \"C\" __cluster_dims__(2, 1, 1) __global__ void {name}(");
+                    assert_eq!(SOURCE.contains(&cluster), pair, "{name}");
+                    count += 1;
+                }
             }
             for form in [Form::Nt, Form::Nn] {
                 assert!(tile.shared_bytes(form) <= 232_448, "{tile:?}: more than a block of this card can have");
             }
         }
-        assert_eq!(SOURCE.matches("extern \"C\" __global__").count(), 2 * TILES.len(), "a kernel that is never chosen");
+        assert_eq!(SOURCE.matches("extern \"C\" __global__").count(), count, "a kernel that is never chosen");
         let constants = format!("BM = {ROWS}, DEPTH = {DEPTH}, STAGES = {STAGES}, WARPGROUP = {};", THREADS / 3);
         assert!(SOURCE.contains(&constants), "{constants}");
     }

@@ -53,7 +53,7 @@ const _: () = {
 };
 
 /// Tile rows walked together: few groups have more, and the operands of as many stay in a large cache.
-pub const RASTER_ROWS: usize = 16;
+const RASTER_ROWS: usize = 16;
 
 /// Shape of a product by group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -235,7 +235,8 @@ pub fn params(shape: &GroupedShape, operands: &GroupedOperands) -> GroupedParams
         n: n as i32,
         k: k as i32,
         groups: groups as i32,
-        raster_rows: RASTER_ROWS as i32,
+        // With short sums the rows of `c` are walked one after the other, as memory has them.
+        raster_rows: if k <= THIN_DEPTH { 1 } else { RASTER_ROWS as i32 },
         flags: flag(OUT_F32, out == DType::F32)
             | flag(A_VECTOR, rows_aligned(a, lda, DType::Bf16))
             | flag(B_VECTOR, rows_aligned(b, ldb, DType::Bf16))
@@ -346,7 +347,8 @@ mod tests {
         let shape = shape(Form::Nn, [4, 100, 0, 64, 128]);
         let operands = GroupedOperands { a: 256, b: 512, c: 1024, bias: 0, offsets: 64, alpha: 1.0, beta: 0.0 };
         let all = A_VECTOR | B_VECTOR | C_VECTOR | SOURCE_VECTOR;
-        assert_eq!(params(&shape, &operands).flags, all);
+        assert_eq!((params(&shape, &operands).flags, params(&shape, &operands).raster_rows), (all, 16));
+        assert_eq!(params(&GroupedShape { k: 32, ..shape }, &operands).raster_rows, 1);
         assert_eq!(params(&shape, &GroupedOperands { c: 1026, ..operands }).flags, A_VECTOR | B_VECTOR);
         assert_eq!(params(&GroupedShape { ldb: 68, ..shape }, &operands).flags, all & !B_VECTOR);
         // 68 values are a multiple of 16 bytes as f32, not as bf16.

@@ -12,6 +12,7 @@ pub mod dropout;
 pub mod elementwise;
 pub mod embedding;
 pub mod expert_activation;
+pub mod expert_balance;
 pub mod expert_bias;
 pub mod grouped_matmul;
 pub mod grouped_matmul_hopper;

@@ -1,4 +1,4 @@
-//! `tandem bench --ops`: single operations at the sizes of an 8B model, held to what the memory or the matrix units of this machine give.
+//! `tandem bench --ops`: single operations at the sizes of an 8B model, and of gpt-oss for experts, held to what the memory or the matrix units of this machine give.
 
 use std::time::Instant;
 
@@ -9,6 +9,7 @@ use crate::base::rng::{Philox, unit_f32};
 use crate::formats::nf4::Nf4;
 use crate::formats::safetensors::Dtype;
 use crate::ops::attention::{self, AttentionShape, Qkv, Saved, TileList};
+use crate::ops::grouped_matmul::{self, Groups};
 use crate::ops::nf4::{self, Nf4Weight};
 use crate::ops::qk_norm::{self, QkNorm};
 use crate::ops::rms_norm::{self, NormRounding};
@@ -54,6 +55,7 @@ pub fn run(device: &Device) -> Result<Vec<OpRow>> {
     };
     let mut rows = device.run(|| memory_bound(device, &sizes))?;
     rows.extend(device.run(|| products(device, &sizes))?);
+    rows.extend(device.run(|| products_by_group(device, &sizes))?);
     rows.extend(device.run(|| attention_rows(device, &sizes))?);
     Ok(rows)
 }
@@ -174,6 +176,54 @@ fn products(device: &Device, sizes: &Sizes) -> Result<Vec<OpRow>> {
     Ok(found)
 }
 
+/// Products of experts with their tokens, beside a dense product of as many rows.
+fn products_by_group(device: &Device, sizes: &Sizes) -> Result<Vec<OpRow>> {
+    let &Sizes { rows, calls, .. } = sizes;
+    let (experts, hidden) = match device {
+        Device::Cuda(_) => (32, 2880),
+        Device::Cpu(_) => (4, 96),
+    };
+    // From half to one and a half times as many rows as there would be on average.
+    let first_row = |expert: usize| match expert {
+        last if last == experts => rows,
+        _ => rows * expert / experts + expert * 13 % experts * rows / (2 * experts * experts),
+    };
+    let host: Vec<usize> = (0..=experts).map(first_row).collect();
+    let offsets = device.indices(SCRATCH, host.iter().map(|&row| row as i32).collect());
+    let by = Groups::Device(&offsets);
+    let mut found = Vec::new();
+    for outputs in [2 * hidden, hidden] {
+        let (x, one) = (random(device, &[rows, hidden]), random(device, &[outputs, hidden]));
+        let mut weights = device.empty(SCRATCH, &[experts, outputs, hidden]);
+        for expert in 0..experts {
+            elementwise::copy(device, &one, weights.view_mut().row_range(expert * outputs, outputs));
+        }
+        let mut y = random(device, &[rows, outputs]);
+        let mut dx = device.empty(SCRATCH, &[rows, hidden]);
+        let mut add = |name: &str, ms: f64| {
+            let tflops = 2.0 * rows as f64 * hidden as f64 * outputs as f64 / ms / 1e9;
+            let name = format!("{name} {rows} rows, {hidden}→{outputs}");
+            found.push(OpRow { name, ms, gb_per_sec: None, share_of_copy: None, tflops: Some(tflops) });
+        };
+        let ms = time(device, calls, || matmul::nt(device, 1.0, &x, &one, 0.0, &mut y))?;
+        add("y = x·Wᵀ, dense", ms);
+        let ms = time(device, calls, || matmul::nn(device, 1.0, &y, &one, 0.0, &mut dx))?;
+        add("dx = dy·W, dense", ms);
+        let known = Groups::Host(&host);
+        let ms = time(device, calls, || grouped_matmul::nt(device, 1.0, &x, &weights, None, 0.0, known, &mut y))?;
+        add(&format!("y = x·Wᵀ, a product for each of {experts} experts,"), ms);
+        let ms = time(device, calls, || grouped_matmul::nt(device, 1.0, &x, &weights, None, 0.0, by, &mut y))?;
+        add(&format!("y = x·Wᵀ, {experts} experts,"), ms);
+        let ms = time(device, calls, || grouped_matmul::nn(device, 1.0, &y, &weights, 0.0, by, &mut dx))?;
+        add(&format!("dx = dy·W, {experts} experts,"), ms);
+        drop(weights);
+        let mut dweights = device.zeros_f32(SCRATCH, &[experts, outputs, hidden]);
+        let ms = time(device, calls, || grouped_matmul::tn(device, 1.0, &y, &x, by, &mut dweights))?;
+        add(&format!("dW += dyᵀ·x, {experts} experts,"), ms);
+    }
+    Ok(found)
+}
+
 fn attention_rows(device: &Device, sizes: &Sizes) -> Result<Vec<OpRow>> {
     let &Sizes { tokens, calls, .. } = sizes;
     let mut found = Vec::new();
@@ -218,7 +268,7 @@ mod tests {
     #[test]
     fn every_operation_gets_a_rate() {
         let rows = run(&Device::cpu(0, Precision::F32).unwrap()).unwrap();
-        assert_eq!(rows.len(), 10 + 12 + 10);
+        assert_eq!(rows.len(), 10 + 12 + 12 + 10);
         for row in rows {
             let rate = row.gb_per_sec.or(row.tflops).unwrap();
             assert!(rate.is_finite() && rate > 0.0 && row.ms > 0.0, "{row:?}");

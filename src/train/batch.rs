@@ -11,14 +11,14 @@ use crate::model::transformer::Transformer;
 use crate::tensor::Device;
 
 /// Uploads `batch` for `model`. Stop 5 of the walk. On a GPU it is padded to one of few sizes ([`bucket`]), whether passes are recorded or not, so that
-/// both give the same bits; the batch's own counts stay as they are.
+/// both give the same bits; the batch's own counts stay as they are. With an auxiliary loss, in which padding would take part, there is none.
 ///
 /// # Errors
 /// When the batch does not fit the model (a token outside its vocabulary) or its parts do not fit each other.
 pub fn upload(model: &Transformer, batch: &PackedBatch) -> Result<DeviceBatch> {
     let padded = match model.device() {
-        Device::Cpu(_) => Cow::Borrowed(batch),
-        Device::Cuda(_) => padded(batch),
+        Device::Cuda(_) if !model.has_auxiliary_loss() => padded(batch),
+        Device::Cuda(_) | Device::Cpu(_) => Cow::Borrowed(batch),
     };
     let slices = BatchSlices {
         input_ids: &padded.input_ids,
@@ -120,6 +120,7 @@ mod tests {
                 let options = PassOptions {
                     weight: 1.0 / batch.num_label_tokens as f32,
                     activations: Activations::Recompute,
+                    share: 1.0,
                     dropout: None,
                     stop: &AtomicBool::new(false),
                 };

@@ -107,7 +107,9 @@ pub fn choices(switches: &Switches, model: &Transformer, reasons: Reasons<'_>) -
             },
             Optimization::GroupedRouting => match model.routing() {
                 None => (false, false, "the model has no experts".to_owned()),
-                Some(Routing::Grouped) => (true, true, "the host reads nothing, one product for all experts".to_owned()),
+                Some(Routing::Grouped) => {
+                    (true, true, "the host reads nothing, one product for all experts".to_owned())
+                }
                 Some(Routing::Sorted) => (false, true, "one read of the counts, a product an expert".to_owned()),
                 Some(Routing::PerExpert) => (false, true, "a search and a read an expert, as published".to_owned()),
             },

@@ -14,7 +14,8 @@ use self::copies::copy_report;
 use self::experts::{Counts, ExpertsReader};
 use super::batch::{bucket_on, upload};
 use super::config::{
-    Activations, ActivationsChoice, Dequantized, Metadata, MethodConfig, MethodKind, OptimizerConfig, Placement, Routing,
+    Activations, ActivationsChoice, Dequantized, Metadata, MethodConfig, MethodKind, OptimizerConfig, Placement,
+    Routing,
 };
 use super::optimizer::{self, BadGradient, Optimizer};
 use super::plan::{Machine, MemoryPlan, Planner, Workload};
@@ -217,7 +218,8 @@ impl Trainer {
     }
 
     fn apply_switches(&mut self) {
-        let Switches { attention, metadata, routing, offload, cuda_graphs, memory, activations: _ } = self.setup.switches;
+        let Switches { attention, metadata, routing, offload, cuda_graphs, memory, activations: _ } =
+            self.setup.switches;
         self.model.set_routing(routing);
         self.model.set_mlp_rows(memory.mlp_rows);
         self.model.set_keeps_middle(memory.middle);
@@ -385,7 +387,8 @@ impl Trainer {
             self.experts.clear(&self.model);
         }
         let mut loss = LossSum::new(&device);
-        for (i, batch) in self.passes(micro_batches).iter().enumerate() {
+        let passes = self.passes(micro_batches);
+        for (i, batch) in passes.iter().enumerate() {
             let uploaded = {
                 // Once a batch, whatever layers do about metadata.
                 let _phase = clock.enter(Phase::Metadata, Pass::Step, None);
@@ -393,6 +396,7 @@ impl Trainer {
             };
             let options = PassOptions {
                 weight: 1.0 / num_label_tokens as f32,
+                share: 1.0 / passes.len() as f32,
                 activations: self.setup.switches.activations,
                 dropout: Some(DropoutState { seed: self.setup.seed, step: number, micro_batch: i as u32 }),
                 stop,

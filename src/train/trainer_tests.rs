@@ -90,6 +90,7 @@ fn gradients(trainer: &mut Trainer, batches: &[PackedBatch]) -> f64 {
     let Trainer { model, grads, setup, .. } = trainer;
     let options = PassOptions {
         weight: 1.0 / num_label_tokens as f32,
+        share: 1.0,
         activations: setup.switches.activations,
         dropout: None,
         stop: &NEVER,

@@ -18,7 +18,9 @@ fn rope_of_any_head_size_is_bit_equal_to_the_cpu() {
         let [cpu, gpu] = [1, 2].map(|i| {
             let d = &b.devices[i];
             d.run(|| {
-                let (table, positions) = (RopeTable::new(d, &inv_freq, 100), d.indices(SCRATCH, positions.clone()));
+                // As YaRN has it.
+                let table = RopeTable::scaled(d, &inv_freq, 1.346_573_6, 100);
+                let positions = d.indices(SCRATCH, positions.clone());
                 let [mut turned, mut back] = [(); 2].map(|()| tensor(d, &[rows, stride], &x));
                 rope::forward(d, turned.first_columns_mut(width), &table, &positions);
                 rope::backward(d, back.first_columns_mut(width), &table, &positions);

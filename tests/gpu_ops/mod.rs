@@ -4,6 +4,7 @@
 //! bf16 rounding, both fed the same bf16 inputs.
 
 mod attention;
+mod grouped;
 mod heads;
 mod nf4;
 mod products;

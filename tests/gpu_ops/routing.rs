@@ -102,8 +102,8 @@ fn gradients_and_counts_of_routers() {
                     let (dots, into) = (biased.then_some(&dots), dlogits.first_columns_mut(columns));
                     routing::backward(d, &logits, how, &experts, &weights, &dweights, dots, balance, into);
                     let [mut sums, mut counts] = [1.0, 2.0].map(|x| f32s(d, &[num_experts], &vec![x; num_experts]));
-                    routing::count(d, &logits, &experts, rows, Some(&mut sums), &mut counts);
-                    routing::count(d, &logits, &experts, rows, None, &mut counts);
+                    routing::count(d, &logits, &experts, rows, Some(&mut sums), counts.view_mut());
+                    routing::count(d, &logits, &experts, rows, None, counts.view_mut());
                     let inside = f32s(d, &[tokens, columns], &dlogits.first_columns(columns).to_vec());
                     let behind = f32s(d, &[tokens, 8], &dlogits.view().columns(columns, 8).to_vec());
                     vec![inside, behind, sums, counts]
@@ -123,7 +123,7 @@ fn counts_of_choices_are_exact() {
             let (experts, _) = chosen(d, &logits, k, RouterWeights::Chosen);
             [0, 1, tokens / 2, tokens].map(|rows| {
                 let mut counts = d.zeros_f32(SCRATCH, &[num_experts]);
-                routing::count(d, &logits, &experts, rows, None, &mut counts);
+                routing::count(d, &logits, &experts, rows, None, counts.view_mut());
                 counts.to_vec()
             })
         });

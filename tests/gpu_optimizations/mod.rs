@@ -1,5 +1,6 @@
 //! The switches on a GPU: none changes a bit, and what is refused or fails is said.
 
+mod experts;
 mod host_memory;
 mod plan;
 mod qlora;
@@ -14,7 +15,9 @@ use tandem::model::policy::Metadata;
 use tandem::model::transformer::{Form, Transformer};
 use tandem::tensor::offload::{Carrier, Faults};
 use tandem::tensor::{Device, MemoryCategory, Tensor};
-use tandem::train::config::{Activations, AttentionPath, MemoryPolicy, MethodConfig, OffloadPolicy, OptimizerConfig};
+use tandem::train::config::{
+    Activations, AttentionPath, MemoryPolicy, MethodConfig, OffloadPolicy, OptimizerConfig, Routing,
+};
 use tandem::train::report::{Optimization, StepReport};
 use tandem::train::switches::Switches;
 use tandem::train::trainer::{Trainer, TrainerSetup, lora_spec};
@@ -81,6 +84,7 @@ fn no_switch_changes_a_bit_of_twenty_steps() {
                             activations,
                             attention,
                             metadata: MetadataPolicy { metadata, capacity: 0 },
+                            routing: Routing::default(),
                             offload: offload(buffers),
                             cuda_graphs,
                             memory: MemoryPolicy { middle, ..MemoryPolicy::default() },

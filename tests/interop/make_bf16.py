@@ -52,10 +52,10 @@ def record(model, case):
 
 
 class Replay:
-    """Lets the routers of a bf16 model weigh given experts instead of choosing some."""
+    """Lets the routers of a bf16 model weigh given experts instead of choosing some: `chosen` is what `record` gives."""
 
-    def __init__(self, model, chosen):
-        self.chosen, self.document = chosen, 0
+    def __init__(self, model):
+        self.chosen, self.document = None, 0
         for layer, router in enumerate(routers(model)):
             router.register_forward_hook(lambda router, _, out, layer=layer: self.weigh(router, out, layer))
 
@@ -66,10 +66,7 @@ class Replay:
             # Softmax over the chosen logits, in their own type.
             weighed = torch.softmax(logits.gather(1, experts), dim=1, dtype=weights.dtype)
         else:
-            # As the module does: `logits` may be probabilities already.
-            is_probability = bool((logits.float().sum(-1) - 1).abs().max() < 2e-2) and bool((logits >= 0).all())
-            probabilities = logits.float() if is_probability else torch.softmax(logits, dim=-1, dtype=torch.float)
-            weighed = probabilities.gather(1, experts)
+            weighed = torch.softmax(logits, dim=-1, dtype=torch.float).gather(1, experts)
             if getattr(router, "norm_topk_prob", True):
                 weighed = weighed / weighed.sum(-1, keepdim=True)
             weighed = weighed.to(weights.dtype)
@@ -119,35 +116,49 @@ def error(got, want) -> float:
     return float((got - want).norm() / want.norm())
 
 
-def errors(folder: Path, attention: str) -> dict[str, float]:
-    case = load_file(folder / "case.safetensors")
-    exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
-    chosen = record(exact, case) if routers(exact) else None
-
-    def replay(model):
-        return Replay(model, chosen) if chosen else None
-
-    model = load(folder, attention)
-    loss, logits, grads = gradients(model, case, dict(model.named_parameters()), replay(model))
-    got = {"logits": logits, "loss_mean": loss, **{f"grad.{name}": g for name, g in grads.items()}}
-
-    model = PeftModel.from_pretrained(load(folder, attention), folder / "adapter_after_6_steps", is_trainable=True).train()
-    replaying = replay(model)
+def adapted(base, folder: Path, case):
+    """The model with the reference's adapter at its start, and a function that takes a step and gives loss and gradients before it."""
+    model = PeftModel.from_pretrained(base, folder / "adapter_after_6_steps", is_trainable=True).train()
     adapters = adapter_parameters(model)
     with torch.no_grad():
         for name, p in adapters.items():
             p.copy_(case[f"lora.{name}"])
     optimizer = torch.optim.AdamW(adapters.values(), lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+
+    def update(replay):
+        loss, _, grads = gradients(model, case, adapters, replay)
+        for name, p in adapters.items():
+            p.grad = grads[name].clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, grads
+
+    return model, update
+
+
+def errors(folder: Path, attention: str) -> dict[str, float]:
+    case = load_file(folder / "case.safetensors")
+    exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+    model = load(folder, attention)
+    replay = Replay(model) if routers(exact) else None
+    if replay:
+        replay.chosen = record(exact, case)
+    loss, logits, grads = gradients(model, case, dict(model.named_parameters()), replay)
+    got = {"logits": logits, "loss_mean": loss, **{f"grad.{name}": g for name, g in grads.items()}}
+
+    model, update = adapted(load(folder, attention), folder, case)
+    # In f32 the same steps are taken beside, for the choices of each.
+    replay = Replay(model) if routers(exact) else None
+    exact, update_exact = adapted(exact, folder, case) if replay else (None, None)
     losses = []
     for step in range(STEPS):
-        loss, _, grads = gradients(model, case, adapters, replaying)
+        if replay:
+            replay.chosen = record(exact, case)
+            update_exact(None)
+        loss, grads = update(replay)
         losses.append(loss)
         if step == 0:
             got |= {f"lora_grad.{name}": g for name, g in grads.items()}
-        for name, p in adapters.items():
-            p.grad = grads[name]
-        optimizer.step()
-        optimizer.zero_grad()
     got["lora_loss"] = torch.stack(losses)
 
     inputs = ("input_ids", "labels", "cu_seqlens", "loss_sum")

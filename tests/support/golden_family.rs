@@ -136,7 +136,9 @@ impl Family {
         target_modules.sort();
         let target_parameters = config.get("target_parameters").filter(|targets| !targets.is_null());
         MethodConfig {
-            target_parameters: target_parameters.map(|t| serde_json::from_value(t.clone()).unwrap()).unwrap_or_default(),
+            target_parameters: target_parameters
+                .map(|t| serde_json::from_value(t.clone()).unwrap())
+                .unwrap_or_default(),
             r: config["r"].as_u64().unwrap() as usize,
             lora_alpha: config["lora_alpha"].as_f64().unwrap(),
             use_rslora: config["use_rslora"].as_bool().unwrap(),
@@ -152,7 +154,8 @@ impl Family {
         let config: serde_json::Value = serde_json::from_str(&text).unwrap();
         match parameter.shape[..] {
             [_, out, inner] if config["model_type"] == "gpt_oss" => {
-                let of_expert = |values: &[f32]| (0..out * inner).map(|i| values[i % inner * out + i / inner]).collect();
+                let of_expert =
+                    |values: &[f32]| (0..out * inner).map(|i| values[i % inner * out + i / inner]).collect();
                 values.chunks_exact(out * inner).flat_map::<Vec<f32>, _>(of_expert).collect()
             }
             _ => values,
@@ -169,6 +172,21 @@ impl Family {
         let mut noted = model.choices().unwrap().noted.lock().unwrap().clone();
         noted.iter_mut().for_each(|layer| layer.extend((0..64 * k).map(|i| i % k)));
         Some(noted)
+    }
+
+    /// As [`Self::choices`], in each of the six steps on the reference's adapter.
+    pub fn choices_of_steps(&self) -> Option<Vec<Vec<Vec<i32>>>> {
+        let mut trainer = self.lora_trainer(&device(2), Activations::Recompute);
+        let k = trainer.model().config().moe.as_ref()?.num_experts_per_tok as i32;
+        let batch = self.batch();
+        let step = |_| {
+            trainer.model_mut().set_choices(Some(Choices::default()));
+            trainer.step_and_wait(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap().unwrap();
+            let mut noted = trainer.model().choices().unwrap().noted.lock().unwrap().clone();
+            noted.iter_mut().for_each(|layer| layer.extend((0..64 * k).map(|i| i % k)));
+            noted
+        };
+        Some((0..self.f32s("lora_loss").len()).map(step).collect())
     }
 
     /// Lets a model take the choices of experts of f32, where it has any: a close choice that falls otherwise says nothing about arithmetic.
@@ -267,7 +285,7 @@ pub fn set_adapters(trainer: &mut Trainer, case: &SafetensorsFile) {
 }
 
 pub fn pass(weight: f32, activations: Activations) -> PassOptions<'static> {
-    PassOptions { weight, activations, dropout: None, stop: &NEVER }
+    PassOptions { weight, share: 1.0, activations, dropout: None, stop: &NEVER }
 }
 
 /// Loss sum and every gradient, of batches whose losses are weighted alike.
@@ -341,9 +359,13 @@ pub fn bf16_deviations(family: &Family, device: &Device, path: AttentionPath, ml
 
     let mut trainer = family.lora_trainer(device, Activations::Recompute);
     trainer.set_switches(Switches { attention: path, memory, ..trainer.switches() });
-    family.replay(trainer.model_mut());
+    let choices = family.choices_of_steps();
     let mut losses = Vec::new();
     for step in 0..family.f32s("lora_loss").len() {
+        if let Some(choices) = &choices {
+            let given = Some(choices[step].clone());
+            trainer.model_mut().set_choices(Some(Choices { given, ..Choices::default() }));
+        }
         let report = trainer.step_and_wait(std::slice::from_ref(&batch), 0.0, &NEVER).unwrap().unwrap();
         losses.push(report.loss as f32);
         for (id, parameter) in trainer.model().params().iter().filter(|(_, p)| p.trainable && step == 0) {

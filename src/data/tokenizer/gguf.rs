@@ -17,7 +17,9 @@ const USER_DEFINED: i32 = 4;
 
 /// Tokens that end a turn in the chat formats of known models. GGUF names at most one of them; a chat that stops at none
 /// of them would go on speaking for the user.
-const TURN_ENDS: [&str; 5] = ["<|im_end|>", "<|eot_id|>", "<|end|>", "<|return|>", "<end_of_turn>"];
+const TURN_ENDS: [&str; 6] = ["<|im_end|>", "<|eot_id|>", "<|end|>", HARMONY[0], HARMONY[1], "<end_of_turn>"];
+/// Those of gpt-oss's format, where `<|end|>` ends a message and the turn goes on: thoughts come before the answer.
+const HARMONY: [&str; 2] = ["<|return|>", "<|call|>"];
 
 /// Opens the tokenizer of the file.
 pub fn open(path: &Path) -> Result<Tokenizer> {
@@ -51,7 +53,9 @@ fn build(file: &GgufFile) -> Result<Tokenizer> {
     let eos = id("eos")?;
     let mut ends: Vec<u32> = Vec::new();
     let is_control = |id: &u32| types.get(*id as usize).is_none_or(|kind| *kind == CONTROL);
-    let turn_ends = TURN_ENDS.iter().filter_map(|token| inner.token_to_id(token)).filter(is_control);
+    let is_harmony = HARMONY.iter().all(|token| inner.token_to_id(token).is_some());
+    let turn_ends = TURN_ENDS.iter().filter(|token| !is_harmony || **token != "<|end|>");
+    let turn_ends = turn_ends.filter_map(|token| inner.token_to_id(token)).filter(is_control);
     for id in eos.into_iter().chain(id("eot")?).chain(id("eom")?).chain(turn_ends) {
         if !ends.contains(&id) {
             ends.push(id);

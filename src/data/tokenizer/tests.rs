@@ -260,3 +260,22 @@ fn sentencepiece_merges_the_best_score_first() {
     assert_eq!(tokens(&no_prefix, "abc"), ["abc"]);
     assert_eq!(no_prefix.decode(&no_prefix.encode(" abc", false).unwrap(), false).unwrap(), " abc");
 }
+
+#[test]
+fn a_message_of_gpt_oss_ends_no_turn() {
+    let (mut tokens, mut kinds) = vocabulary();
+    let first = tokens.len() as i32;
+    tokens.extend(["<|return|>", "<|end|>", "<|call|>"]);
+    kinds.extend([CONTROL; 3]);
+    let file = |tokens: &[&str], kinds: &[i32]| {
+        let builder = GgufBuilder::new().string("tokenizer.ggml.model", "gpt2").string("tokenizer.ggml.pre", "gpt-4o");
+        let builder = builder.strings("tokenizer.ggml.tokens", tokens).i32s("tokenizer.ggml.token_type", kinds);
+        builder.strings::<&str>("tokenizer.ggml.merges", &[]).u32("tokenizer.ggml.eos_token_id", first.cast_unsigned())
+    };
+    let ends = |tokens: &[&str], kinds: &[i32]| open_gguf(&file(tokens, kinds)).unwrap().eos_ids().to_vec();
+    let all = ends(&tokens, &kinds);
+    assert!(all.contains(&first) && all.contains(&(first + 2)) && !all.contains(&(first + 1)), "{all:?}");
+    // Phi's files have no calls: there it ends the turn.
+    let last = tokens.len() - 1;
+    assert!(ends(&tokens[..last], &kinds[..last]).contains(&(first + 1)));
+}

@@ -162,7 +162,8 @@ pub(super) fn backward(
         let (lse, sinks) = (saved.softmax_lse.f32s(), sinks.f32s());
         d_sinks.f32s_mut().par_iter_mut().enumerate().for_each(|(head, gradient)| {
             let rows = lse.iter().zip(&delta).skip(head).step_by(heads);
-            *gradient -= rows.map(|(&lse, &delta)| exp(sinks[head] - lse) * delta).sum::<f32>();
+            // Terms of both signs, one a token: their order should not be seen in the sum.
+            *gradient -= rows.map(|(&lse, &delta)| f64::from(exp(sinks[head] - lse) * delta)).sum::<f64>() as f32;
         });
     }
 

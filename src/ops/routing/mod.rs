@@ -301,7 +301,8 @@ pub fn count<'r>(
     }
     let (tokens, num_experts) = shape(device, logits, experts, k);
     assert!(
-        (counts.rows(), counts.cols()) == (1, num_experts) && probabilities.as_ref().is_none_or(|sums| sums.len() == num_experts),
+        (counts.rows(), counts.cols()) == (1, num_experts)
+            && probabilities.as_ref().is_none_or(|sums| sums.len() == num_experts),
         "shapes of a router's counts"
     );
     match device {

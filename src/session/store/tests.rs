@@ -1,8 +1,8 @@
 //! Tests of the run store: what goes in comes out, and a view of the file equals a view of the events.
 
 use crate::model::metadata::{CacheCounts, CacheEntry};
-use crate::train::config::{AttentionPath, Metadata};
 use crate::train::config::Routing;
+use crate::train::config::{AttentionPath, Metadata};
 use crate::train::report::{CacheReport, CopyReport, MoeReport};
 use proptest::prelude::*;
 

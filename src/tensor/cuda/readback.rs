@@ -39,7 +39,10 @@ impl Readback {
             None => Ok::<_, DriverError>(None),
         };
         let parts = || {
-            Ok::<_, DriverError>((PinnedBuffer::new(device.pinned(), NUM_SLOTS * initial.len() * size_of::<f32>())?, fences()?))
+            Ok::<_, DriverError>((
+                PinnedBuffer::new(device.pinned(), NUM_SLOTS * initial.len() * size_of::<f32>())?,
+                fences()?,
+            ))
         };
         let parts = device.latch_result(parts(), "allocating page-locked memory");
         Self { device: device.clone(), parts, initial, next: AtomicUsize::new(0) }
@@ -53,7 +56,12 @@ impl Readback {
             // SAFETY: the slot lies within the buffer, which lives until the device has passed the copy; it is read behind its fence only.
             let status = unsafe {
                 let to = buffer.pointer().cast::<f32>().add(slot * self.initial.len());
-                sys::cuMemcpyDtoHAsync_v2(to.cast(), pointer, size_of_val(self.initial.as_slice()), driver.stream.cu_stream())
+                sys::cuMemcpyDtoHAsync_v2(
+                    to.cast(),
+                    pointer,
+                    size_of_val(self.initial.as_slice()),
+                    driver.stream.cu_stream(),
+                )
             };
             self.device.latch_result(status.result(), "copying to the host");
             fences[slot].set(&self.device, driver);

@@ -28,6 +28,7 @@ impl Trainer {
         let uploaded = upload(&self.model, batch)?;
         let options = PassOptions {
             weight: 1.0 / batch.num_label_tokens.max(1) as f32,
+            share: 1.0,
             activations: self.setup.switches.activations,
             // Step 0 is none of the run's.
             dropout: Some(DropoutState { seed: self.setup.seed, step: 0, micro_batch: 0 }),
