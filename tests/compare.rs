@@ -99,6 +99,51 @@ fn a_comparison_learns_the_same_in_both_arms_and_leaves_what_was_asked_for() {
 }
 
 #[test]
+fn routing_is_compared_in_a_model_with_experts_and_refused_in_a_dense_one() {
+    let place = place();
+    let args = [
+        "compare",
+        "run.toml",
+        "--vary",
+        "routing,routing-sorted,all",
+        "--pairs",
+        "2",
+        "--steps",
+        "2",
+        "--html",
+        "out.html",
+        "--json",
+        "out.json",
+    ];
+    let refused = tandem(place.path(), &args);
+    assert_eq!(refused.status.code(), Some(1));
+    let message = text(&refused.stderr);
+    assert!(message.contains("Grouped MoE routing cannot be compared: this model is dense"), "{message}");
+    let model = support::tiny_sparse_model(place.path(), 2, &[]);
+    let model = format!("model.path={}", model.display());
+    let output = tandem(place.path(), &[&args[..], &["--set", &model]].concat());
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let json = fs::read(place.path().join("out.json")).unwrap();
+    let reports: Vec<CompareReport> = serde_json::from_slice(&json).unwrap();
+    let [grouped, sorted, all] = reports.as_slice() else { panic!("{} reports", reports.len()) };
+    for report in [grouped, sorted] {
+        assert!(report.parity.bit_equal && report.parity.must_be_bit_equal && report.parity.repeats);
+        assert!(row_names(report).contains(&"Routing"), "{:?}", row_names(report));
+        let prediction = &report.predictions[0];
+        assert_eq!(prediction.formula, "−(routing of B − routing of A)");
+        assert!(prediction.predicted_ms.is_some() && prediction.published.as_ref().unwrap().contains("gpt-oss"));
+        assert!(report.arms.iter().all(|arm| !arm.switches.cuda_graphs), "an arm reads the host");
+    }
+    let fields: Vec<&str> = sorted.settings.iter().map(|setting| setting.field.as_str()).collect();
+    assert_eq!(fields, ["optimizations.routing_baseline"]);
+    assert!(all.settings.iter().any(|setting| setting.field == "optimizations.grouped_routing"));
+    assert!(all.predictions.iter().any(|prediction| prediction.name == "Grouped MoE routing"));
+    assert!(all.parity.holds());
+    let page = fs::read_to_string(place.path().join("out.html")).unwrap();
+    assert!(page.contains("class=\"phase-routing\"") && page.contains(".phase-routing {"));
+}
+
+#[test]
 fn buffers_are_compared_where_offload_is_forced_and_refused_with_the_reason_where_not() {
     let place = place();
     let args =

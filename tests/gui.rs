@@ -243,7 +243,8 @@ fn every_screen_draws_in_both_themes_and_small_windows() {
                 harness.run_steps(2);
                 app(&mut harness).show_run(PathBuf::from("/runs/한국어"), fixture::run(steps));
                 harness.run_steps(2);
-                app(&mut harness).show_run(PathBuf::from("/runs/한국어"), fixture::experts::run(fixture::experts::LARGE, steps));
+                app(&mut harness)
+                    .show_run(PathBuf::from("/runs/한국어"), fixture::experts::run(fixture::experts::LARGE, steps));
                 harness.run_steps(2);
                 if steps > 0 {
                     click(&mut harness, Role::RadioButton, "MoE");

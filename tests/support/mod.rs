@@ -34,6 +34,7 @@ pub fn tiny_model(folder: &Path) -> PathBuf {
 }
 
 /// As [`tiny_model`], a Qwen3-MoE model: of `layers` blocks each has 6 experts, 2 a token, but for those of `dense`.
+#[allow(dead_code, reason = "each test binary uses its part")]
 pub fn tiny_sparse_model(folder: &Path, layers: usize, dense: &[usize]) -> PathBuf {
     write_model(
         folder.join("tiny mixtüre"),
