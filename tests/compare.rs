@@ -173,7 +173,7 @@ fn what_cannot_be_varied_is_explained() {
     let wrong = tandem(place.path(), &["compare", "run.toml", "--vary", "cache,cash"]);
     assert_eq!(wrong.status.code(), Some(2));
     let message = text(&wrong.stderr);
-    let words = "cache, cache-fused, buffers, offload, keep, attention, graphs, all";
+    let words = "cache, cache-fused, buffers, offload, keep, attention, routing, routing-sorted, graphs, all";
     assert!(message.contains("`cash` is none of") && message.contains(words), "{message}");
     for (args, why) in [
         (&["--vary", "cache,graphs"][..], "there is no GPU in this run"),
