@@ -296,7 +296,7 @@ fn experts_are_told_routed_and_adapted_where_the_model_has_them() {
     wait_for(&mut harness, "the preview", can_start);
     harness.get_by_label_contains("2 KV heads, 6 experts, 2 a token, vocabulary 259");
     assert!(harness.get_by_role_and_label(Role::CheckBox, "gate").accesskit_node().is_disabled());
-    harness.get_by_label("Every layer of this model has experts instead of an MLP with gate, up and down.");
+    harness.get_by_label("No gate, up and down here: every layer has experts instead.");
     for chip in ["q", "k", "v", "o"] {
         click(&mut harness, Role::CheckBox, chip);
     }

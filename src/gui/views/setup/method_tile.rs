@@ -17,7 +17,7 @@ use crate::session::{MethodKind, ScheduleKind};
 const GAP: f32 = 10.0;
 /// Adapters on experts, in the order of `EXPERT_PARAMETERS`.
 const EXPERTS: [&str; 2] = ["experts gate+up", "experts down"];
-const NO_MLP: &str = "Every layer of this model has experts instead of an MLP with gate, up and down.";
+const NO_MLP: &str = "No gate, up and down here: every layer has experts instead.";
 
 impl SetupView {
     pub(super) fn method_tile(&mut self, ui: &mut Ui, rect: Rect, config: &RunConfig, problems: &[Problem]) {
