@@ -16,7 +16,7 @@ pub(super) fn copy_report(offload: &OffloadState, spans: &[Span], copied: Copied
     let works = |span: &&Span| {
         span.lane == LaneKind::Compute
             && span.pass == Pass::Backward
-            && matches!(span.phase, Phase::Attention | Phase::Mlp | Phase::Moe | Phase::Recompute)
+            && matches!(span.phase, Phase::Attention | Phase::Mlp | Phase::Moe | Phase::Routing | Phase::Recompute)
             && travels.contains(&span.layer)
     };
     let reloads = returned.len();
