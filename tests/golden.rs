@@ -62,7 +62,7 @@ fn golden_gradients_of_every_parameter() {
             assert_close(&format!("{}: loss_mean", family.name), &[mean], &family.f32s("loss_mean"), F32_BOUND);
             let mut compared = 0;
             for (id, parameter) in model.params().iter() {
-                let want = family.gradient(parameter);
+                let Some(want) = family.gradient(parameter) else { continue };
                 let got = grads.get(id).unwrap().f32s();
                 assert_close(
                     &format!("{}: {activations:?}, tiles of {mlp_rows}, grad.{}", family.name, parameter.name),
@@ -355,7 +355,8 @@ fn golden_bf16_is_as_near_to_f32_as_bf16_in_transformers() {
             assert!(logits < 3e-2, "{}: {logits:.2e}", family.name);
             continue;
         };
-        assert_eq!(ours.len(), theirs.len(), "{}: every tensor of bf16_errors.json is compared", family.name);
+        let compared = theirs.keys().filter(|name| ours.contains_key(*name)).count();
+        assert_eq!(compared, theirs.len(), "{}: every tensor of bf16_errors.json is compared", family.name);
         assert_within_bf16(&family, &ours, &theirs);
         assert!(logits > 1e-3, "{}: bf16 must round", family.name);
     }

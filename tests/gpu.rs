@@ -55,8 +55,9 @@ fn golden_families_on_the_gpu_are_as_near_to_f32_as_bf16_elsewhere() {
         // The reference is bf16 elsewhere: Transformers' or the CPU form, whichever is further off.
         let others: HashMap<String, f64> = bf16_errors(&family).unwrap_or_default();
         for (name, error) in others {
-            let known = theirs.get_mut(&name).unwrap();
-            *known = known.max(error);
+            if let Some(known) = theirs.get_mut(&name) {
+                *known = known.max(error);
+            }
         }
         let (varlen, masked) = (AttentionPath::Varlen, AttentionPath::Masked);
         for (path, mlp_rows) in [(varlen, 0), (masked, 0), (varlen, 7), (varlen, 24)] {

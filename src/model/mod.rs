@@ -6,6 +6,7 @@ pub mod config;
 pub mod config_gguf;
 pub mod config_hf;
 mod config_moe;
+mod experts;
 pub mod file_tensors;
 pub mod generate;
 pub mod loading;

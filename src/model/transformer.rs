@@ -43,12 +43,12 @@ pub struct Transformer {
     mlp_rows: usize,
     keeps_middle: bool,
     metadata: MetadataCache,
-    routing: Routing,
+    pub(super) routing: Routing,
     /// How often experts were chosen since that was cleared: f32 [layers with experts, E].
-    expert_counts: Option<Mutex<Tensor>>,
-    choices: Option<Choices>,
+    pub(super) expert_counts: Option<Mutex<Tensor>>,
+    pub(super) choices: Option<Choices>,
     /// Where the model trains with an auxiliary loss.
-    balance: Option<Balances>,
+    pub(super) balance: Option<Balances>,
     pub(super) offload: Mutex<Offload>,
     inv_freq: Vec<f32>,
     /// Factor on cosines and sines.
@@ -263,36 +263,6 @@ impl Transformer {
         self.mlp_rows
     }
 
-    /// Whether it trains with an auxiliary loss over all tokens of a pass: padding would take part in it.
-    pub fn has_auxiliary_loss(&self) -> bool {
-        self.balance.is_some()
-    }
-
-    /// Sets how rows get to their experts, in every pass from now on. No result changes but by the order of sums in products.
-    pub fn set_routing(&mut self, routing: Routing) {
-        self.routing = routing;
-    }
-
-    /// How rows get to their experts; `None` in a model without any.
-    pub fn routing(&self) -> Option<Routing> {
-        self.config.moe.as_ref().map(|_| self.routing)
-    }
-
-    /// Notes which experts are chosen in forward passes from now on, or takes those that are given. With `None` neither.
-    pub fn set_choices(&mut self, choices: Option<Choices>) {
-        self.choices = choices;
-    }
-
-    /// What [`Self::set_choices`] set.
-    pub fn choices(&self) -> Option<&Choices> {
-        self.choices.as_ref()
-    }
-
-    /// How often experts were chosen since that was cleared: f32 [layers with experts, E].
-    pub(crate) fn expert_counts(&self) -> Option<&Mutex<Tensor>> {
-        self.expert_counts.as_ref()
-    }
-
     /// Sets where layers get what they know of the documents, in every pass from now on. A new model keeps it in a cache.
     pub fn set_metadata_policy(&mut self, policy: MetadataPolicy) {
         if policy != self.metadata.policy() {
@@ -473,11 +443,7 @@ impl Transformer {
         let supervised = Supervised { rows: &batch.rows, targets: &batch.targets };
         let losses = self.head.forward_backward(ctx, grads, x, supervised, options.weight, dx);
         loss.add(&self.device, &losses);
-        if let Some((balance, (coef, moe))) = self.balance.as_ref().zip(self.config.auxiliary_loss()) {
-            let layers = moe.layers.iter().filter(|has_experts| **has_experts).count();
-            let share = coef as f32 * options.share;
-            balance.close(&self.device, batch.total_tokens() * layers, share, options.weight, loss);
-        }
+        self.add_auxiliary_loss(batch, options, loss);
     }
 
     /// Backward of the blocks of [`Self::forward_blocks`], with the gradient in `dx`; `None` when stopped on the way.

@@ -11,6 +11,7 @@ use crate::model::testing::{VOCAB, tiny};
 use crate::ops::testing::{Values, assert_close, cpu};
 use crate::tensor::offload::Faults;
 use crate::tensor::{Device, MemoryCategory};
+use crate::model::policy::Metadata;
 use crate::train::config::{
     AttentionPath, MemoryConfig, MemoryPolicy, OffloadPolicy, OptimizationsConfig, Routing, TrainConfig,
 };

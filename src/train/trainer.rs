@@ -4,42 +4,37 @@ mod copies;
 mod experts;
 mod joining;
 mod rehearsal;
+mod reporting;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
 
-use self::copies::copy_report;
-use self::experts::{Counts, ExpertsReader};
+use self::experts::ExpertsReader;
+use self::reporting::{Found, Submitted};
 use super::batch::{bucket_on, upload};
 use super::config::{
-    Activations, ActivationsChoice, Dequantized, Metadata, MethodConfig, MethodKind, OptimizerConfig, Placement,
-    Routing,
+    Activations, ActivationsChoice, Dequantized, MethodConfig, MethodKind, OptimizerConfig, Placement,
 };
-use super::optimizer::{self, BadGradient, Optimizer};
+use super::optimizer::{self, Optimizer};
 use super::plan::{Machine, MemoryPlan, Planner, Workload};
-use super::report::{CacheReport, Choice, EvalReport, StepReport};
+use super::report::{Choice, EvalReport, StepReport};
 use super::schedule::learning_rate;
 use super::snapshot::Snapshot;
 use super::state_place::StatePlace;
 use super::switches::{self, Reasons, Switches};
-use crate::base::error::{NonFinite, OutOfMemory, Result};
+use crate::base::error::{OutOfMemory, Result};
 use crate::data::example::IGNORE_INDEX;
 use crate::data::pack::PackedBatch;
 use crate::layers::DropoutState;
 use crate::layers::parameter::Grads;
 use crate::model::lora::LoraSpec;
-use crate::model::metadata::{CacheCounts, CacheEntry};
 use crate::model::offload::OffloadState;
 use crate::model::recording::Recordings;
 use crate::model::transformer::{Form, PassOptions, Transformer};
 use crate::ops::cross_entropy::LossSum;
-use crate::ops::norm::{ClipValues, first_non_finite};
 use crate::tensor::Device;
-use crate::tensor::clock::ClosedStep;
-use crate::tensor::cuda::{CounterValues, ReadSlot};
-use crate::tensor::memory::MemoryReport;
 use crate::tensor::phase::{Pass, Phase};
 
 /// How a trainer is set up.
@@ -115,34 +110,6 @@ pub enum Stepped {
     /// The update is done (CPU) or queued (GPU); with the report that is known now: its own on the CPU, on a GPU that of the step before,
     /// none at the first step and after [`Trainer::flush`].
     Submitted(Option<Box<StepReport>>),
-}
-
-/// A step whose result is not read yet.
-#[derive(Debug)]
-struct Submitted {
-    number: u64,
-    found: Found,
-    times: ClosedStep,
-    lr: f64,
-    total_tokens: u64,
-    document_tokens: u64,
-    num_label_tokens: u64,
-    memory: MemoryReport,
-    counters: Option<CounterValues>,
-    /// Where activations were offloaded.
-    offload: Option<OffloadState>,
-    metadata: Metadata,
-    cache: CacheCounts,
-    cache_entries: Vec<CacheEntry>,
-    routing: Routing,
-    experts: Option<Counts>,
-}
-
-/// What clipping found in a step.
-#[derive(Debug)]
-enum Found {
-    Now(ClipValues),
-    Later(ReadSlot),
 }
 
 impl Trainer {
@@ -493,79 +460,6 @@ impl Trainer {
             Stepped::Stopped => Ok(None),
             Stepped::Submitted(report) => Ok(self.flush()?.or(report.map(|report| *report))),
         }
-    }
-
-    /// The report of a step, when the device has done it.
-    fn report(&mut self, submitted: Submitted) -> Result<StepReport> {
-        let Submitted { number, found, times, lr, num_label_tokens, .. } = submitted;
-        let device = self.model.device().clone();
-        let found = match found {
-            Found::Now(values) => Some(values),
-            Found::Later(slot) => self.optimizer.read(slot),
-        };
-        if let Err(error) = device.check() {
-            // Nobody knows what became of this step, or of the one behind it.
-            self.submitted = None;
-            self.optimizer.take_back(number - 1);
-            return Err(error);
-        }
-        let found = found.context("an update left no result")?;
-        let loss = found.loss_sum / num_label_tokens as f64;
-        if !found.finite {
-            self.failed = self.reports_late;
-            // The step behind this one, if there is one, was left out on the device.
-            self.submitted = None;
-            self.optimizer.take_back(number - 1);
-            return Err(self.why_not_finite(number, &found, loss).into());
-        }
-        let times = device.clock().read(times);
-        let metadata = times.phases.iter().find(|time| time.phase == Phase::Metadata);
-        // Without what is done once a batch, cache or no cache.
-        let metadata_ms = metadata.and_then(|time| time.passes_ms());
-        let attributed: f64 = times.phases.iter().filter_map(|phase| phase.total_ms()).sum();
-        Ok(StepReport {
-            step: number,
-            loss,
-            grad_norm: found.norm,
-            clipped: found.scale < 1.0,
-            lr,
-            total_tokens: submitted.total_tokens,
-            document_tokens: submitted.document_tokens,
-            num_label_tokens,
-            step_ms: times.step_ms,
-            not_attributed_ms: (times.step_ms - attributed).max(0.0),
-            moe: self.experts.report(&self.model, submitted.experts, submitted.routing, &times.phases),
-            phases: times.phases,
-            memory: submitted.memory,
-            counters: submitted.counters,
-            cache: Some(CacheReport {
-                metadata: submitted.metadata,
-                counts: submitted.cache,
-                metadata_ms,
-                entries: submitted.cache_entries,
-            }),
-            copies: submitted.offload.map(|offload| copy_report(&offload, &times.spans, times.copied)),
-            spans: times.spans,
-        })
-    }
-
-    /// Names what made step `step` NaN or infinite: the first gradient that is, under a finite loss; else a parameter that is not finite itself;
-    /// else the norm or the loss. On a GPU the gradients may be those of the step behind it, made with the same parameters.
-    fn why_not_finite(&self, step: u64, found: &ClipValues, loss: f64) -> NonFinite {
-        if found.loss_sum.is_finite()
-            && let Some(BadGradient { name, value }) = self.optimizer.first_bad_gradient(&self.model, &self.grads)
-        {
-            return NonFinite { step, tensor: format!("the gradient of {name}"), value };
-        }
-        let params = self.model.params();
-        let bad = params
-            .iter()
-            .find_map(|(id, parameter)| Some((parameter.name.clone(), first_non_finite(&params.to_vec(id))?)));
-        let (tensor, value) = bad.unwrap_or_else(|| match found.loss_sum.is_finite() {
-            true => ("the norm of the gradients".into(), found.norm as f32),
-            false => ("the loss".into(), loss as f32),
-        });
-        NonFinite { step, tensor, value }
     }
 
     /// Lets a trainer on the CPU give its reports one step late, as on a GPU.

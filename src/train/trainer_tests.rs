@@ -6,6 +6,7 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::*;
+use crate::base::error::NonFinite;
 use crate::data::example::Example;
 use crate::data::options::Overlong;
 use crate::data::pack::{PackOptions, pack, pad};
