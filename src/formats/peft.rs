@@ -193,7 +193,7 @@ pub fn expert_targets(targets: &[String]) -> Result<[bool; 2]> {
         let is_end = |name: &&str| {
             name.ends_with(target.as_str()) && (target.starts_with("mlp.") || target.starts_with("experts."))
         };
-        match EXPERT_PARAMETERS.iter().position(|name| is_end(&name)) {
+        match EXPERT_PARAMETERS.iter().position(is_end) {
             Some(i) => wanted[i] = true,
             None => bail!("target_parameters: {target:?} is not supported; use {}", EXPERT_PARAMETERS.join(", ")),
         }
@@ -207,7 +207,8 @@ fn parameters(value: Option<&Value>) -> Result<Vec<String>> {
         value.as_array().and_then(|list| list.iter().map(|v| v.as_str().map(str::to_owned)).collect());
     let names = names.with_context(|| format!("target_parameters is {value}; expected a list of names"))?;
     let wanted = expert_targets(&names)?;
-    let chosen = EXPERT_PARAMETERS.into_iter().zip(wanted).filter_map(|(name, wanted)| wanted.then(|| name.to_owned()));
+    let chosen =
+        EXPERT_PARAMETERS.into_iter().zip(wanted).filter(|(_, wanted)| *wanted).map(|(name, _)| name.to_owned());
     Ok(chosen.collect())
 }
 

@@ -7,11 +7,11 @@ use serde_json::json;
 use super::*;
 use crate::data::example::Example;
 use crate::model::metadata::MetadataPolicy;
+use crate::model::policy::Metadata;
 use crate::model::testing::{VOCAB, tiny};
 use crate::ops::testing::{Values, assert_close, cpu};
 use crate::tensor::offload::Faults;
 use crate::tensor::{Device, MemoryCategory};
-use crate::model::policy::Metadata;
 use crate::train::config::{
     AttentionPath, MemoryConfig, MemoryPolicy, OffloadPolicy, OptimizationsConfig, Routing, TrainConfig,
 };
