@@ -20,11 +20,12 @@ pub enum FeedForward {
 
 /// What [`FeedForward::forward`] leaves for the backward pass.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "it is boxed where it is kept")]
 pub enum FeedForwardSaved {
     /// Of an MLP.
     Mlp(MlpSaved),
     /// Of experts.
-    Moe(Box<MoeSaved>),
+    Moe(MoeSaved),
 }
 
 impl FeedForward {
@@ -80,7 +81,7 @@ impl FeedForward {
     pub fn forward(&self, ctx: &Context<'_>, h: &mut Tensor, output: Output<'_>, keep: Keep) -> FeedForwardSaved {
         match self {
             Self::Mlp(mlp) => FeedForwardSaved::Mlp(mlp.forward(ctx, h, output, keep)),
-            Self::Moe(moe) => FeedForwardSaved::Moe(Box::new(moe.forward(ctx, h, output))),
+            Self::Moe(moe) => FeedForwardSaved::Moe(moe.forward(ctx, h, output)),
         }
     }
 
@@ -98,7 +99,7 @@ impl FeedForward {
             (Self::Mlp(mlp), FeedForwardSaved::Mlp(saved)) => mlp.backward(ctx, grads, saved, h, dy),
             (Self::Moe(moe), FeedForwardSaved::Moe(saved)) => {
                 let hidden = moe.gate_up.in_features;
-                moe.backward(ctx, grads, *saved, h, dy.as_view().columns(0, hidden))
+                moe.backward(ctx, grads, saved, h, dy.as_view().columns(0, hidden))
             }
             _ => unreachable!("what was saved is of the same layer"),
         }

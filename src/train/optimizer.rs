@@ -247,8 +247,9 @@ impl Optimizer {
         let precision = model.device().precision();
         for Slot { id, moments } in &mut self.slots {
             let Some(grad) = grads.get(*id) else { continue };
+            let decays = decays(model.params().get(*id));
             let (value, working) = model.params_mut().trained_mut(*id);
-            let weight_decay = if decays(value) { params.weight_decay } else { 0.0 };
+            let weight_decay = if decays { params.weight_decay } else { 0.0 };
             let params = AdamWParams { weight_decay, ..*params };
             let (param, grad) = (value.f32s_mut(), grad.f32s());
             match moments {
@@ -292,11 +293,11 @@ fn members<'a>(slots: &'a [Slot], model: &'a Transformer, grads: &'a Grads) -> i
     slots.iter().filter_map(|Slot { id, moments }| {
         let (param, working) = model.params().trained(*id);
         let (grad, moments) = (grads.get(*id)?, moments.as_ref());
-        Some(Member { param, working, grad, moments, decays: decays(param) })
+        Some(Member { param, working, grad, moments, decays: decays(model.params().get(*id)) })
     })
 }
 
-/// Whether weight decay acts on a parameter: not on those of one dimension (norms and biases).
-fn decays(value: &Tensor) -> bool {
-    value.shape().len() > 1
+/// Whether weight decay acts on a parameter: not on those of one dimension (norms and biases), nor on the biases of experts.
+fn decays(parameter: &Parameter) -> bool {
+    parameter.shape.len() > 1 && !parameter.name.ends_with("bias")
 }
