@@ -208,6 +208,7 @@ pub fn joining(switches: &Switches, model: &Transformer) -> Result<usize, &'stat
     match switches.memory.pass_tokens {
         0 => Ok(0),
         _ if switches.attention == AttentionPath::Masked => Err("a mask grows with the square of a pass's tokens"),
+        _ if model.has_auxiliary_loss() => Err("the auxiliary loss of the router is one of each pack"),
         _ if model.drops() => Err("with lora_dropout above 0 what is dropped goes by the place in a pack"),
         tokens => Ok(tokens),
     }

@@ -263,10 +263,10 @@ fn memory(config: &RunConfig, check: &mut Checker) {
         "it joins the packs of a step, and grad_accum_steps = 1 in [train] makes one: it must be 0, or that more";
     check.value("memory.pass_tokens", tokens, tokens == 0 || config.train.grad_accum_steps > 1, remedy);
     let resident = config.memory.dequantized == DequantizedChoice::Resident;
-    if resident && config.method.kind != MethodKind::Qlora {
+    if resident && config.method.kind == MethodKind::Full {
         let problem =
             "`dequantized` in [memory] is about weights in 4 bits, and there are none with this kind of [method]";
-        check.add("memory.dequantized", problem, "set kind = \"qlora\", or remove it");
+        check.add("memory.dequantized", problem, "remove it: what trains is not kept in 4 bits");
     }
     if config.memory.middle == Switch::On && config.train.activations == ActivationsChoice::Keep {
         let problem =
@@ -336,7 +336,10 @@ mod tests {
                 c.train.grad_accum_steps = 4;
                 c.memory.pass_tokens = c.packing.pack_len - 1;
             }),
-            ("memory.dequantized", |c| c.memory.dequantized = DequantizedChoice::Resident),
+            ("memory.dequantized", |c| {
+                c.method.kind = MethodKind::Full;
+                c.memory.dequantized = DequantizedChoice::Resident;
+            }),
             ("memory.middle", |c| {
                 c.memory.middle = Switch::On;
                 c.train.activations = ActivationsChoice::Keep;

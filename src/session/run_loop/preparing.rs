@@ -22,7 +22,7 @@ use crate::session::run_folder;
 use crate::session::training_data::{self, Progress, TrainingData};
 use crate::tensor::device::{Device, Gpu};
 use crate::tensor::dtype::DType;
-use crate::train::config::{DeviceChoice, MethodConfig, MethodKind};
+use crate::train::config::{DequantizedChoice, DeviceChoice, MethodConfig, MethodKind};
 use crate::train::plan::{Machine, MemoryPlan, Planner};
 use crate::train::switches::Switches;
 use crate::train::trainer::{Trainer, TrainerSetup, lora_spec};
@@ -100,6 +100,7 @@ pub(in crate::session) fn load(
     if let Some(quantized) = checkpoint.quantized().filter(|_| config.method.kind != MethodKind::Qlora) {
         note(NoteLevel::Info, held_dequantized(&quantized, &device));
     }
+    about_experts(&checkpoint, config, note)?;
     let config = &estimate::as_stored(config, &checkpoint);
     let builder = training_data::example_builder(config)?;
     let data = TrainingData::read(config, &builder, &|stage, done, total| stages.tell(stage, done, total), stop)?;
@@ -237,6 +238,35 @@ fn held_dequantized(quantized: &Quantized, device: &Device) -> String {
         units::bytes(quantized.num_bytes),
         units::bytes(quantized.num_elements * dtype.num_bytes() as u64)
     )
+}
+
+/// What becomes of weights of experts in 4 bits, and of experts under QLoRA.
+///
+/// # Errors
+/// When `dequantized` is about weights in 4 bits, and there are none.
+fn about_experts(checkpoint: &Checkpoint, config: &RunConfig, note: &dyn Fn(NoteLevel, String)) -> Result<()> {
+    let (method, resident) = (config.method.kind, config.memory.dequantized == DequantizedChoice::Resident);
+    let packed = checkpoint.mxfp4();
+    ensure!(
+        !resident || packed.is_some() || method == MethodKind::Qlora,
+        "`dequantized` in [memory] is about weights in 4 bits, and this model has none with kind = \"lora\": remove it, or set \
+         kind = \"qlora\" in [method]"
+    );
+    if let Some(Quantized { num_weights, num_bytes, .. }) = packed {
+        let fate = match method {
+            MethodKind::Full => "they are held dequantized, since they train",
+            _ if resident => "they are dequantized once, as [memory] says",
+            _ => "they stay so, and a block's are dequantized when it needs them",
+        };
+        note(
+            NoteLevel::Info,
+            format!("{num_weights} weights of experts are in MXFP4 ({}); {fate}", units::bytes(num_bytes)),
+        );
+    } else if method == MethodKind::Qlora && checkpoint.config().moe.is_some() {
+        let text = "kind = \"qlora\" quantizes the linear layers of attention and dense MLPs; experts stay as the file has them";
+        note(NoteLevel::Info, text.into());
+    }
+    Ok(())
 }
 
 /// Checks that data and model fit each other.

@@ -92,9 +92,20 @@ impl Planner {
         }
     }
 
-    /// Whether packs may be joined: a mask grows with the square of a pass, and dropout goes by the place in a pack.
+    /// Whether packs may be joined: a mask grows with the square of a pass, dropout goes by the place in a pack, and an auxiliary loss is one of a pass.
     fn can_join(&self) -> bool {
-        self.setup.switches.attention == AttentionPath::Varlen && self.setup.method.lora_dropout == 0.0
+        self.setup.switches.attention == AttentionPath::Varlen
+            && self.setup.method.lora_dropout == 0.0
+            && self.config.auxiliary_loss().is_none()
+    }
+
+    /// Whether there are weights in 4 bits below adapters: by the method, or experts that the file has so.
+    fn has_weights_in_4_bits(&self) -> bool {
+        match self.setup.method.kind {
+            MethodKind::Qlora => true,
+            MethodKind::Lora => self.config.moe.as_ref().is_some_and(|moe| moe.mxfp4),
+            MethodKind::Full => false,
+        }
     }
 
     /// Takes back what the configuration does not leave to Tandem, and what means nothing to the method.
@@ -112,7 +123,7 @@ impl Planner {
         if asked.optimizer_state != PlacementChoice::Auto {
             memory.optimizer_state = set.optimizer_state;
         }
-        if asked.dequantized != DequantizedChoice::Auto || self.setup.method.kind != MethodKind::Qlora {
+        if asked.dequantized != DequantizedChoice::Auto || !self.has_weights_in_4_bits() {
             memory.dequantized = set.dequantized;
         }
         if asked.middle != Switch::Auto {
@@ -142,7 +153,7 @@ impl Planner {
         if switches.memory.middle {
             add("they keep the residual stream between attention and MLP, too");
         }
-        if self.setup.method.kind == MethodKind::Qlora {
+        if self.has_weights_in_4_bits() {
             add(match switches.memory.dequantized {
                 Dequantized::Resident => "weights in 4 bits are dequantized once",
                 Dequantized::Scratch => "weights in 4 bits are dequantized for each block",
@@ -180,7 +191,7 @@ impl Planner {
         if switches.activations == Activations::Offload && switches.offload.buffers == 1 {
             add("offload_buffers = 1 in [optimizations]");
         }
-        if self.setup.method.kind == MethodKind::Qlora {
+        if self.has_weights_in_4_bits() {
             add(match switches.memory.dequantized {
                 Dequantized::Resident => "dequantized = \"resident\" in [memory]",
                 Dequantized::Scratch => "dequantized = \"scratch\" in [memory]",
