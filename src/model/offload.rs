@@ -8,6 +8,7 @@ use std::collections::VecDeque;
 use std::sync::{MutexGuard, PoisonError};
 
 use super::batch::DeviceBatch;
+use super::block::Block;
 use super::policy::{Activations, OffloadPolicy};
 use super::transformer::Transformer;
 use crate::base::error::{OutOfMemory, Result};
@@ -328,12 +329,19 @@ impl<'a> Travel<'a> {
         self.reload();
     }
 
-    /// An activation of a block; compute waits for it. They come in the order of the parts.
-    pub(super) fn arrive(&mut self, block: usize, part: ActivationPart) -> Option<Tensor> {
-        let slot = self.load.slot(block, part);
-        let (_, reload) = self.reloads.pop_front().filter(|(of, _)| *of == slot)?;
+    /// The activations of a block, which come in the order of the parts; compute waits for them once.
+    pub(super) fn arrive(&mut self, block: usize, parts: &[ActivationPart]) -> Option<Vec<Tensor>> {
+        let mut reloads = Vec::new();
+        for &part in parts {
+            let slot = self.load.slot(block, part);
+            reloads.push(self.reloads.pop_front().filter(|(of, _)| *of == slot)?.1);
+        }
         let _phase = self.device.clock().enter(Phase::ExposedCopy, Pass::Backward, Some(block as u32));
-        self.with_carrier(|carrier| carrier.arrive(reload))
+        self.with_carrier(|carrier| {
+            let last = reloads.len().saturating_sub(1);
+            let arrive = |(i, reload)| if i == last { carrier.arrive(reload) } else { carrier.arrive_before(reload) };
+            reloads.into_iter().enumerate().map(arrive).collect()
+        })
     }
 
     /// The backward pass of the block that reads these activations is queued: their buffers are free for the next copies.
@@ -366,6 +374,43 @@ impl<'a> Travel<'a> {
             }
         }
     }
+}
+
+/// An activation of a block, until its backward pass.
+pub(super) enum Activation {
+    Here(Tensor),
+    /// In host memory.
+    Away,
+}
+
+/// The input of a block and what is kept beside it, on the device again.
+pub(super) fn arrive(
+    block: &Block,
+    x: Activation,
+    middle: Option<Activation>,
+    travel: &mut Option<&mut Travel<'_>>,
+) -> Option<(Tensor, Option<Tensor>)> {
+    let parts = match &middle {
+        None => &[ActivationPart::Input][..],
+        Some(_) => &[ActivationPart::Input, ActivationPart::Middle],
+    };
+    let mut away = match x {
+        Activation::Here(_) => Vec::new(),
+        // What is kept of a block travels together.
+        Activation::Away => travel.as_mut()?.arrive(block.index as usize, parts)?,
+    }
+    .into_iter();
+    let mut here = |activation| match activation {
+        Activation::Here(tensor) => Some(tensor),
+        Activation::Away => away.next(),
+    };
+    Some((
+        here(x)?,
+        match middle {
+            None => None,
+            Some(middle) => Some(here(middle)?),
+        },
+    ))
 }
 
 impl Drop for Travel<'_> {

@@ -10,7 +10,7 @@ use super::block::{Block, BlockSaved, Leave, Left, Tiling};
 use super::config::ModelConfig;
 use super::lora::LoraSpec;
 use super::metadata::{CacheCounts, CacheEntry, MetadataCache, MetadataPolicy, SequenceMetadata};
-use super::offload::{ActivationPart, Offload, Travel};
+use super::offload::{Activation, ActivationPart, Offload, Travel, arrive};
 use super::policy::{Activations, AttentionPath, Dequantized, Placement, WeightFormat};
 use super::rotary;
 use super::skeleton::{Skeleton, TIED, skeleton};
@@ -105,23 +105,6 @@ pub(super) struct Kept {
     middle: Option<Activation>,
     /// With the metadata that it was made with.
     saved: Option<(BlockSaved, Arc<SequenceMetadata>)>,
-}
-
-/// An activation of a block, until its backward pass.
-enum Activation {
-    Here(Tensor),
-    /// In host memory.
-    Away,
-}
-
-impl Activation {
-    /// The activation on the device again.
-    fn arrive(self, block: &Block, part: ActivationPart, travel: &mut Option<&mut Travel<'_>>) -> Option<Tensor> {
-        match self {
-            Self::Here(tensor) => Some(tensor),
-            Self::Away => travel.as_mut()?.arrive(block.index as usize, part),
-        }
-    }
 }
 
 impl Transformer {
@@ -472,11 +455,7 @@ impl Transformer {
             if stopped() {
                 return None;
             }
-            let x = x.arrive(block, ActivationPart::Input, &mut travel)?;
-            let middle = match middle {
-                None => None,
-                Some(middle) => Some(middle.arrive(block, ActivationPart::Middle, &mut travel)?),
-            };
+            let (x, middle) = arrive(block, x, middle, &mut travel)?;
             // What is computed again reads the same matrices as the backward pass after it: worth keeping where they are not most of what is held.
             let _held = (saved.is_none() && !is_split).then(|| block.hold(ctx));
             let (saved, metadata) = saved.unwrap_or_else(|| {

@@ -180,9 +180,24 @@ impl Carrier {
     /// # Errors
     /// When the thread that copies has ended.
     pub fn arrive(&mut self, reload: Reload) -> Result<Tensor> {
+        self.arrived(reload, false)
+    }
+
+    /// As [`Self::arrive`], of a reload that was started before another for which compute waits next: that wait is enough for both. In a recorded pass
+    /// a wait more would part the two copies: the driver may then queue the second behind compute.
+    ///
+    /// # Errors
+    /// As [`Self::arrive`].
+    pub fn arrive_before(&mut self, reload: Reload) -> Result<Tensor> {
+        self.arrived(reload, true)
+    }
+
+    fn arrived(&mut self, reload: Reload, waits_later: bool) -> Result<Tensor> {
         let x = match (reload.form, &mut self.form) {
             (ReloadForm::Cuda(buffer), Form::Cuda(slots)) => {
-                slots.await_loaded(reload.slot);
+                if !(waits_later && slots.is_pinned(reload.slot)) {
+                    slots.await_loaded(reload.slot);
+                }
                 buffer
             }
             (ReloadForm::Cuda(buffer), Form::Cpu(_)) => buffer,

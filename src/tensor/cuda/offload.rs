@@ -157,6 +157,11 @@ impl CudaSlots {
         self.slots.iter().filter(|slot| matches!(slot.host, Host::Pageable(_))).count()
     }
 
+    /// Whether a slot is page-locked, so that its copies are done in the order in which they were queued.
+    pub fn is_pinned(&self, slot: usize) -> bool {
+        matches!(self.slots[slot].host, Host::Pinned(_))
+    }
+
     /// Queues the copy of `bytes` bytes at `pointer` to a slot, behind what computes them. They must stay as they are until [`Self::await_stored`].
     pub fn store(&mut self, slot: usize, pointer: u64, bytes: usize, copying: Copying) {
         let (gpu, slot) = (&self.gpu, &mut self.slots[slot]);
