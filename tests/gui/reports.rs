@@ -121,6 +121,7 @@ pub fn two_buffers() -> CompareReport {
             must_be_bit_equal: true,
             max_loss_difference: 0.0,
             max_grad_norm_difference: 0.0,
+            max_loss: 4.0,
         },
         memory: [ArmMemory::default(); 2],
         verdict: Verdict {
@@ -145,6 +146,7 @@ pub fn slower() -> CompareReport {
         must_be_bit_equal: false,
         max_loss_difference: 9.1e-4,
         max_grad_norm_difference: 2.2e-3,
+        max_loss: 4.0,
     };
     report.pair_differences =
         PairDifferences { ms: vec![12.1, 14.0, 11.2], mean_ms: 12.43, interval_ms: Some([8.83, 16.03]) };

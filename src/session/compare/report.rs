@@ -256,17 +256,21 @@ pub struct Parity {
     pub max_loss_difference: f64,
     /// Largest difference of gradient norms, relative to the norm.
     pub max_grad_norm_difference: f64,
+    /// Largest loss, in nats; 0 in reports that are older.
+    #[serde(default)]
+    pub max_loss: f64,
 }
 
 impl Parity {
-    /// Differences of losses (in nats) and gradient norms (relative) up to which arms that sum in another order still learn the same. A sum of bf16
-    /// values in another order is off by their rounding, 2⁻⁸ of a value; that of a mean over many tokens by far less.
+    /// Differences of losses and gradient norms, relative to them (for losses below 1, in nats), up to which arms that sum in another order still learn the
+    /// same. A sum of bf16 values in another order is off by their rounding, 2⁻⁸ of a value; that of a mean over many tokens by less, unless a close
+    /// choice of an expert falls otherwise.
     pub const TOLERANCE: f64 = 1.0 / 256.0;
 
     /// Whether the arms give the same results.
     pub fn holds(&self) -> bool {
-        let close =
-            self.max_loss_difference <= Self::TOLERANCE && self.max_grad_norm_difference <= 4.0 * Self::TOLERANCE;
+        let close = self.max_loss_difference <= Self::TOLERANCE * self.max_loss.max(1.0)
+            && self.max_grad_norm_difference <= 4.0 * Self::TOLERANCE;
         self.repeats && (self.bit_equal || !self.must_be_bit_equal && close)
     }
 }

@@ -237,5 +237,6 @@ fn parity(blocks: [&[Block]; 2], must_be_bit_equal: bool) -> Parity {
         must_be_bit_equal,
         max_loss_difference: largest(|a, b| (a[0] - b[0]).abs()),
         max_grad_norm_difference: largest(|a, b| (a[1] - b[1]).abs() / b[1].abs().max(f64::MIN_POSITIVE)),
+        max_loss: largest(|a, b| a[0].abs().max(b[0].abs())),
     }
 }
