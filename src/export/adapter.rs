@@ -110,13 +110,14 @@ impl AdapterWeights {
             let Some((layer, adapted)) = place(module) else {
                 bail!("tensor {name} belongs to no linear layer of a block");
             };
+            // PEFT does not ask `layers_to_transform` about parameters of experts.
             let wanted = match adapted {
-                Adapted::Projection(projection) => projections.contains(&projection),
+                Adapted::Projection(projection) => projections.contains(&projection) && self.config.has_layer(layer),
                 Adapted::Experts { inner: true } => experts == [true, true],
                 Adapted::Experts { inner: false } => experts.contains(&true),
             };
             ensure!(
-                wanted && self.config.has_layer(layer),
+                wanted,
                 "tensor {name} belongs to a module that target_modules, target_parameters and layers_to_transform leave out"
             );
             let r = self.config.r;
@@ -186,8 +187,7 @@ impl AdapterWeights {
             && let Some((parameter, block)) =
                 EXPERT_PARAMETERS.iter().enumerate().find_map(|(i, end)| Some((i, name.strip_suffix(end)?)))
         {
-            let layer = block.strip_prefix("model.layers.")?.strip_suffix('.')?.parse().ok()?;
-            let module = experts_module(parameter, experts).filter(|_| self.config.has_layer(layer))?;
+            let module = experts_module(parameter, experts)?;
             return Some((format!("{block}{module}"), r * num_experts));
         }
         let module = name.strip_suffix(".weight")?;

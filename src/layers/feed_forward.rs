@@ -62,15 +62,15 @@ impl FeedForward {
     }
 
     /// Keeps the first layer's weights while the hold lives, where they are made of packed ones.
-    pub fn hold_first<'a>(&self, ctx: &Context<'a>) -> Hold<'a> {
+    pub fn hold_gate_up<'a>(&self, ctx: &Context<'a>) -> Hold<'a> {
         match self {
             Self::Mlp(mlp) => mlp.gate_up_proj.hold(ctx),
             Self::Moe(moe) => moe.gate_up.hold(ctx),
         }
     }
 
-    /// As [`Self::hold_first`], the second layer's.
-    pub fn hold_second<'a>(&self, ctx: &Context<'a>) -> Hold<'a> {
+    /// As [`Self::hold_gate_up`], the second layer's.
+    pub fn hold_down<'a>(&self, ctx: &Context<'a>) -> Hold<'a> {
         match self {
             Self::Mlp(mlp) => mlp.down_proj.hold(ctx),
             Self::Moe(moe) => moe.down.hold(ctx),

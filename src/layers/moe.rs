@@ -341,7 +341,7 @@ impl Moe {
         let mut d_act = ctx.scratch(&[rows, self.down.in_features]);
         self.down.input_gradient(ctx, groups, d_out.view(), dz.as_ref(), &mut d_act);
         let mut d_weights = device.empty_f32(MemoryCategory::Workspace, &[tokens, k]);
-        let mut act = self.down.trains(ctx).then(|| ctx.scratch(&[rows, self.down.in_features]));
+        let mut weighted_act = self.down.trains(ctx).then(|| ctx.scratch(&[rows, self.down.in_features]));
         expert_activation::backward_in_place(
             device,
             self.activation,
@@ -350,10 +350,10 @@ impl Moe {
             &routed.weights,
             gate_up.view_mut(),
             &mut d_weights,
-            act.as_mut().map(Tensor::view_mut),
+            weighted_act.as_mut().map(Tensor::view_mut),
         );
         drop(d_act);
-        if let Some(act) = act {
+        if let Some(act) = weighted_act {
             self.down.gradients(ctx, grads, groups, act.view(), d_out.view(), dz.as_ref());
         }
         if let Some(dbias) = self.down.bias.and_then(|bias| grads.get_mut(bias)) {

@@ -156,7 +156,7 @@ impl Block {
         }
         let tiling = Tiling::new(x.rows(), mlp_rows);
         // Made once for all tiles, where they are made of weights in 4 bits.
-        let _held = tiling.is_split().then(|| [self.mlp.hold_first(ctx), self.mlp.hold_second(ctx)]);
+        let _held = tiling.is_split().then(|| [self.mlp.hold_gate_up(ctx), self.mlp.hold_down(ctx)]);
         for (first, rows) in tiling.tiles() {
             let residual = middle.view().row_range(first, rows);
             let output = Output::Write { residual, y: out.view_mut().row_range(first, rows) };
@@ -252,8 +252,8 @@ impl Block {
             SavedOrAgain::Again(keep) => {
                 let tiling = Tiling::new(x.rows(), mlp_rows);
                 // Gate and up are read in both passes of every tile, down in the backward pass alone.
-                let _gate_up = self.mlp.hold_first(ctx);
-                let _down = tiling.is_split().then(|| self.mlp.hold_second(ctx));
+                let _gate_up = self.mlp.hold_gate_up(ctx);
+                let _down = tiling.is_split().then(|| self.mlp.hold_down(ctx));
                 // The normed input of a tile is little.
                 let keep = if tiling.is_split() { Keep::Inputs } else { keep };
                 for (first, rows) in tiling.tiles() {

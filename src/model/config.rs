@@ -4,6 +4,7 @@ use anyhow::{bail, ensure};
 
 pub use super::config_moe::{Gating, MoeConfig};
 use crate::base::error::Result;
+use crate::formats::mxfp4;
 use crate::ops::rms_norm::NormRounding;
 
 /// Families of models that the engine trains.
@@ -288,6 +289,17 @@ impl ModelConfig {
             ensure!(value.is_finite() && value > 0.0, "{name} is {value}; expected a number above 0");
             Ok(())
         };
+        if let Some(moe) = self.moe.as_ref().filter(|moe| moe.mxfp4) {
+            for (name, width) in
+                [("hidden_size", self.hidden_size), ("the width of an expert", moe.moe_intermediate_size)]
+            {
+                ensure!(
+                    width.is_multiple_of(mxfp4::BLOCK),
+                    "{name} is {width}; weights in MXFP4 come in blocks of {}",
+                    mxfp4::BLOCK
+                );
+            }
+        }
         if let Some(moe) = &self.moe {
             moe.check(self.num_hidden_layers)?;
         }

@@ -29,7 +29,7 @@ pub struct LoraSpec {
     pub dropout: f64,
     /// Projections, by name; `all-linear` alone means all of a block, but for those of routed experts.
     pub target_modules: Vec<String>,
-    /// Weights of routed experts, by name: `mlp.experts.gate_up_proj`, `mlp.experts.down_proj`.
+    /// Weights of routed experts, by name: `mlp.experts.gate_up_proj`, `mlp.experts.down_proj`; in every block, as in PEFT.
     pub target_parameters: Vec<String>,
     /// Blocks; empty means all.
     pub layers_to_transform: Vec<usize>,
@@ -122,7 +122,8 @@ impl Transformer {
             // PEFT wraps the module once for each parameter: the inner one is called `base_layer`.
             let names = if on_experts == [true, true] { [".base_layer", ""] } else { ["", ""] };
             let layers = [&mut moe.gate_up, &mut moe.down].into_iter().zip(names).zip(on_experts);
-            for ((experts, name), _) in layers.filter(|(_, wanted)| *wanted && spec.has_layer(number)) {
+            // In every block: PEFT does not ask `layers_to_transform` about parameters.
+            for ((experts, name), _) in layers.filter(|(_, wanted)| *wanted) {
                 let name = format!("model.layers.{number}.mlp.experts{name}");
                 let (r, inner, outer) = (spec.r, experts.in_features, num_experts * experts.out_features);
                 let bound = 1.0 / (inner as f64).sqrt();

@@ -79,8 +79,12 @@ fn golden_mixtures_open_with_the_names_and_numbers_of_their_references() {
         let grads: Vec<&str> = case.names().filter_map(|n| n.strip_prefix("grad.")).collect();
         let mut names: Vec<&str> = c.tensor_names().iter().map(String::as_str).collect();
         names.sort_unstable();
-        assert_eq!(names, grads, "{family}");
-        for name in &names {
+        // Files that are kept small have gradients of experts for one block only.
+        let is_stack = |name: &&&str| c.shape(name).is_some_and(|shape| shape.len() == 3);
+        let left_out = names.iter().filter(is_stack).filter(|name| !grads.contains(*name)).count();
+        assert_eq!((names.len() - left_out, left_out <= 4), (grads.len(), true), "{family}");
+        assert!(grads.iter().all(|name| names.contains(name)), "{family}");
+        for name in names.iter().filter(|name| grads.contains(*name)) {
             let shape = c.shape(name).unwrap();
             let mut stored = case.info(&format!("grad.{name}")).unwrap().shape.clone();
             if family == "gpt_oss" && stored.len() == 3 {

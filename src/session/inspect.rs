@@ -153,8 +153,10 @@ pub fn inspect(path: &Path) -> Result<ModelInfo> {
         ));
     }
     if let Some(quantized) = checkpoint.quantized() {
+        let kept =
+            if config.moe.is_some() { "QLoRA keeps linear layers so, experts not" } else { "QLoRA keeps them so" };
         warnings.push(format!(
-            "stored in 4 bits (NF4): QLoRA keeps them so; other methods hold them dequantized, {} of weights on a GPU, {} on the CPU",
+            "stored in 4 bits (NF4): {kept}; other methods hold them dequantized, {} of weights on a GPU, {} on the CPU",
             units::bytes(quantized.num_elements * 2),
             units::bytes(quantized.num_elements * 4)
         ));

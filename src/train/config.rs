@@ -48,7 +48,7 @@ pub struct MethodConfig {
     pub use_rslora: bool,
     /// Projections that get an adapter: `q_proj` … `down_proj`, or the single word `all-linear`; experts are no such layers.
     pub target_modules: Vec<String>,
-    /// Weights of routed experts that get adapters: `mlp.experts.gate_up_proj`, `mlp.experts.down_proj`.
+    /// Weights of routed experts that get adapters: `mlp.experts.gate_up_proj`, `mlp.experts.down_proj`; in every block, as in PEFT.
     pub target_parameters: Vec<String>,
     /// Blocks that get adapters; empty means all.
     pub layers_to_transform: Vec<usize>,

@@ -155,8 +155,8 @@ impl Optimizer {
         self.updates
     }
 
-    /// One update with learning rate `lr`, the gradients scaled to at most `max_grad_norm`. Weight decay spares parameters of one
-    /// dimension (norms and biases), as Transformers' Trainer does. Nothing is updated when the loss or a gradient is not finite.
+    /// One update with learning rate `lr`, the gradients scaled to at most `max_grad_norm`. Weight decay spares norms and
+    /// biases, as Transformers' Trainer does. Nothing is updated when the loss or a gradient is not finite.
     ///
     /// Gives what clipping found. `None` on a GPU, where the update is only queued: it counts until [`Self::take_back`] says otherwise.
     pub fn step(
@@ -297,7 +297,9 @@ fn members<'a>(slots: &'a [Slot], model: &'a Transformer, grads: &'a Grads) -> i
     })
 }
 
-/// Whether weight decay acts on a parameter: not on those of one dimension (norms and biases), nor on the biases of experts.
+/// Whether weight decay acts on a parameter: not on norms and biases, those of experts included. Transformers' Trainer goes by the name, so that it
+/// decays the sinks of attention.
 fn decays(parameter: &Parameter) -> bool {
-    parameter.shape.len() > 1 && !parameter.name.ends_with("bias")
+    let Parameter { shape, name, .. } = parameter;
+    (shape.len() > 1 && !name.ends_with("bias")) || name.ends_with(".self_attn.sinks")
 }

@@ -355,6 +355,8 @@ impl Trainer {
         }
         let mut loss = LossSum::new(&device);
         let passes = self.passes(micro_batches);
+        // A pass without a supervised token is none.
+        let share = 1.0 / passes.iter().filter(|batch| batch.num_label_tokens > 0).count() as f32;
         for (i, batch) in passes.iter().enumerate() {
             let uploaded = {
                 // Once a batch, whatever layers do about metadata.
@@ -363,7 +365,7 @@ impl Trainer {
             };
             let options = PassOptions {
                 weight: 1.0 / num_label_tokens as f32,
-                share: 1.0 / passes.len() as f32,
+                share,
                 activations: self.setup.switches.activations,
                 dropout: Some(DropoutState { seed: self.setup.seed, step: number, micro_batch: i as u32 }),
                 stop,

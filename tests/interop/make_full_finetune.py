@@ -2,7 +2,7 @@
 
 For each family `losses` in f32, and `bf16_error`, how far the same run with bf16 weights and f32 masters is from it, by norm: weights are the masters
 rounded to bf16 (which they begin with), gradients are autograd's in bf16, added up over documents in f32, and the update is on the masters. Documents run one by one, never
-packed; attention is `eager`. Weight decay spares parameters of one dimension and biases of experts, as Transformers' Trainer does. Nothing is clipped.
+packed; attention is `eager`. Weight decay spares norms and biases, as Transformers' Trainer does. Nothing is clipped.
 In families with experts bf16 chooses them freely, and now and then otherwise than f32.
 
     python make_full_finetune.py
@@ -24,7 +24,7 @@ def losses(folder, dtype):
     case = load_file(folder / "case.safetensors")
     working = dict(model.named_parameters())
     masters = {name: torch.nn.Parameter(p.detach().float().clone()) for name, p in working.items()}
-    decays = {name: p.dim() > 1 and not name.endswith("bias") for name, p in masters.items()}
+    decays = {name: (p.dim() > 1 and not name.endswith("bias")) or name.endswith("sinks") for name, p in masters.items()}
     groups = [
         {"params": [p for name, p in masters.items() if decays[name]], "weight_decay": 0.01},
         {"params": [p for name, p in masters.items() if not decays[name]], "weight_decay": 0.0},

@@ -11,6 +11,7 @@ use crate::base::error::Result;
 use crate::base::units;
 use crate::data::loader::{Cursor, Loader};
 use crate::data::pack::PackedBatch;
+use crate::formats::peft::{PROJECTIONS, expand_targets};
 use crate::model::config::ModelConfig;
 use crate::model::loading::{Checkpoint, Quantized};
 use crate::model::transformer::Transformer;
@@ -240,13 +241,19 @@ fn held_dequantized(quantized: &Quantized, device: &Device) -> String {
     )
 }
 
-/// What becomes of weights of experts in 4 bits, and of experts under QLoRA.
+/// What becomes of weights of experts in 4 bits, of experts under QLoRA, and of adapters on layers that a mixture does not have.
 ///
 /// # Errors
-/// When `dequantized` is about weights in 4 bits, and there are none.
+/// When `dequantized` is about weights in 4 bits, and there are none; when `target_parameters` names experts, and there are none.
 fn about_experts(checkpoint: &Checkpoint, config: &RunConfig, note: &dyn Fn(NoteLevel, String)) -> Result<()> {
     let (method, resident) = (config.method.kind, config.memory.dequantized == DequantizedChoice::Resident);
-    let packed = checkpoint.mxfp4();
+    let moe = checkpoint.config().moe.as_ref();
+    // Of a mixed file none stays packed.
+    let packed = checkpoint.mxfp4().filter(|_| moe.is_some_and(|moe| moe.mxfp4));
+    ensure!(
+        moe.is_some() || config.method.target_parameters.is_empty() || !method.has_adapters(),
+        "`target_parameters` in [method] names weights of experts, and this model has none: remove it"
+    );
     ensure!(
         !resident || packed.is_some() || method == MethodKind::Qlora,
         "`dequantized` in [memory] is about weights in 4 bits, and this model has none with kind = \"lora\": remove it, or set \
@@ -262,9 +269,23 @@ fn about_experts(checkpoint: &Checkpoint, config: &RunConfig, note: &dyn Fn(Note
             NoteLevel::Info,
             format!("{num_weights} weights of experts are in MXFP4 ({}); {fate}", units::bytes(num_bytes)),
         );
-    } else if method == MethodKind::Qlora && checkpoint.config().moe.is_some() {
-        let text = "kind = \"qlora\" quantizes the linear layers of attention and dense MLPs; experts stay as the file has them";
+    } else if method == MethodKind::Qlora && moe.is_some() {
+        let text =
+            "kind = \"qlora\" quantizes the linear layers of attention and dense MLPs; experts are held unquantized";
         note(NoteLevel::Info, text.into());
+    }
+    let all_sparse = moe.is_some_and(|moe| moe.layers.iter().all(|has_experts| *has_experts));
+    if all_sparse && method.has_adapters() {
+        let targets = expand_targets(&config.method.target_modules).unwrap_or_default();
+        let of_mlp: Vec<&str> = targets.into_iter().filter(|target| PROJECTIONS[4..].contains(target)).collect();
+        if !of_mlp.is_empty() && config.method.target_parameters.is_empty() {
+            let text = format!(
+                "every block has experts in place of an MLP, so {} get no adapters: only attention is adapted; \
+                 `target_parameters` in [method] puts adapters on experts",
+                of_mlp.join(", ")
+            );
+            note(NoteLevel::Info, text);
+        }
     }
     Ok(())
 }

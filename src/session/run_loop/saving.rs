@@ -8,7 +8,7 @@ use anyhow::{Context as _, bail, ensure};
 use crate::base::error::Result;
 use crate::export;
 use crate::export::adapter::{self, AdapterWeights, NamedTensor, Side};
-use crate::formats::peft::AdapterConfig;
+use crate::formats::peft::{AdapterConfig, PROJECTIONS};
 use crate::formats::safetensors::Dtype;
 use crate::model::loading::Checkpoint;
 use crate::model::transformer::Transformer;
@@ -69,13 +69,16 @@ fn weights(model: &Transformer, method: &MethodConfig, base: &Path) -> Result<Ad
         });
     }
     model.device().check()?;
+    // The modules that have matrices, and no others: PEFT reads the names of an MLP's layers as experts in some families.
+    let has = |name: &&&str| model.adapters().any(|(_, parameter)| parameter.name.contains(&format!(".{name}.lora_")));
+    let target_modules = PROJECTIONS.iter().filter(has).map(|name| (*name).to_owned()).collect();
     let config = AdapterConfig {
         base_model_name_or_path: Some(base.display().to_string()),
         r: method.r,
         lora_alpha: method.lora_alpha,
         lora_dropout: method.lora_dropout,
         use_rslora: method.use_rslora,
-        target_modules: method.target_modules.clone(),
+        target_modules,
         target_parameters: method.target_parameters.clone(),
         layers_to_transform: method.layers_to_transform.clone(),
     };
@@ -124,4 +127,62 @@ pub(super) fn set_init_adapter(trainer: &mut Trainer, method: &MethodConfig, fol
         tensors.push((format!("{module}{suffix}"), tensor.shape.as_slice(), tensor.data.as_slice()));
     }
     trainer.model_mut().set_adapters(tensors).with_context(context)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::model::testing::tiny;
+    use crate::ops::testing::cpu;
+    use crate::train::config::OptimizerConfig;
+    use crate::train::switches::Switches;
+    use crate::train::trainer::TrainerSetup;
+
+    #[test]
+    fn an_adapter_names_the_modules_that_have_matrices_and_no_others() {
+        let experts = json!({
+            "model_type": "qwen3_moe", "head_dim": 4, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 6,
+            "num_hidden_layers": 2
+        });
+        let attention = ["q_proj", "k_proj", "v_proj", "o_proj"];
+        let on_experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"];
+        for (targets, parameters, want) in [
+            (&["all-linear"][..], &[][..], &attention[..]),
+            (&["all-linear"], &on_experts, &attention),
+            (&["v_proj", "up_proj"], &on_experts[1..], &["v_proj"]),
+            (&[], &on_experts, &[]),
+        ] {
+            let names = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<String>>();
+            let method = MethodConfig {
+                r: 2,
+                target_modules: names(targets),
+                target_parameters: names(parameters),
+                ..MethodConfig::default()
+            };
+            let optimizer = OptimizerConfig::default();
+            let setup = TrainerSetup {
+                method: method.clone(),
+                optimizer,
+                switches: Switches::default(),
+                seed: 0,
+                total_steps: 1,
+            };
+            let trainer = Trainer::new(tiny(&cpu(1), &experts), setup).unwrap();
+            let saved = weights(trainer.model(), &method, Path::new("base")).unwrap();
+            assert_eq!(
+                (&saved.config.target_modules, &saved.config.target_parameters),
+                (&names(want), &names(parameters))
+            );
+            saved.check_fits(trainer.model().config()).unwrap();
+            // And so it is from its file.
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("adapter");
+            adapter::save(&saved, &path).unwrap();
+            let read = adapter::load(&path).unwrap();
+            assert_eq!(read.config.target_modules, names(want));
+            read.check_fits(trainer.model().config()).unwrap();
+        }
+    }
 }

@@ -24,6 +24,9 @@ use crate::tensor::dtype::DType;
 use choices::{Algorithm, Choices, Maker};
 use plan::Product;
 
+/// Cases that are known at one time.
+const MAX_CASES: usize = 16_384;
+
 /// Scratch that the library may use, in bytes: what NVIDIA recommends for Hopper, and enough for older cards.
 pub const WORKSPACE_BYTES: usize = 32 << 20;
 /// Products of at least this many floating-point operations are timed: below it the choice matters less than a launch. The thin products of adapters
@@ -231,6 +234,10 @@ impl BlasLt {
                 None => {
                     let product = Arc::new(Product::new(case)?);
                     let algorithm = self.choose(device, driver, &mut plans, &product, case, operands)?;
+                    // Rows of experts differ from step to step: what was known of them once need not be kept for ever.
+                    if plans.by_case.len() >= MAX_CASES {
+                        plans.by_case.clear();
+                    }
                     plans.by_case.insert(case, (Arc::clone(&product), algorithm));
                     (product, algorithm)
                 }
