@@ -304,7 +304,16 @@ impl<'a> Travel<'a> {
         }
         let slot = self.load.slot(block, part);
         let _phase = self.device.clock().enter(Phase::ExposedCopy, Pass::Forward, Some(block as u32));
-        self.with_carrier(|carrier| carrier.leave(slot, x, block as u32));
+        // Those of the block before are let go when this block's are all on their way.
+        let parts = self.load.parts;
+        let is_last = part as usize + 1 == parts;
+        self.with_carrier(|carrier| {
+            carrier.leave(slot, x, block as u32)?;
+            if is_last {
+                carrier.settle(parts);
+            }
+            Ok(())
+        });
     }
 
     /// The forward pass is queued.

@@ -128,7 +128,7 @@ impl Carrier {
         Ok(())
     }
 
-    /// Takes over `x`, whose copy was started and which compute queued so far reads; those taken before it are let go, when their copies are done.
+    /// Takes over `x`, whose copy was started and which compute queued so far reads, until [`Self::settle`] lets it go.
     ///
     /// # Errors
     /// When it cannot be copied.
@@ -138,20 +138,24 @@ impl Carrier {
             Form::Cuda(_) => Leaving::Cuda(x),
         };
         self.leaving.push_back((slot, leaving));
-        self.settle(1);
         Ok(())
     }
 
-    /// Lets go of all but the last `count` activations that leave; later compute waits for their copies.
+    /// Lets go of all but the last `count` activations that leave; later compute waits for their copies, once: they are done in their order.
     pub fn settle(&mut self, count: usize) {
+        // Their memory is free only behind that wait.
+        let mut held = Vec::new();
         while self.leaving.len() > count
             && let Some((slot, leaving)) = self.leaving.pop_front()
         {
+            let waits_later = self.leaving.len() > count;
             match (leaving, &mut self.form) {
                 (Leaving::Cpu(stored), _) => stored.wait(),
                 (Leaving::Cuda(x), Form::Cuda(slots)) => {
-                    slots.await_stored(slot);
-                    drop(x);
+                    if !(waits_later && slots.is_pinned(slot)) {
+                        slots.await_stored(slot);
+                    }
+                    held.push(x);
                 }
                 (Leaving::Cuda(_), Form::Cpu(_)) => unreachable!("a carrier serves one device"),
             }
