@@ -11,8 +11,7 @@ import json
 
 import torch
 import torch.nn.functional as F
-from make_bf16 import GOLDEN, STEPS, adapter_parameters, documents
-from peft import PeftModel
+from make_bf16 import GOLDEN, STEPS, adapted, adapter_parameters, documents
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -26,11 +25,8 @@ def run(family):
     case = load_file(folder / "case.safetensors")
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     config = base.config
-    model = PeftModel.from_pretrained(base, folder / "adapter_after_6_steps", is_trainable=True).train()
+    model, _ = adapted(base, folder, case)
     adapters = adapter_parameters(model)
-    with torch.no_grad():
-        for name, p in adapters.items():
-            p.copy_(case[f"lora.{name}"])
     optimizer = torch.optim.AdamW(adapters.values(), lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
     supervised = int((case["labels"] != -100).sum())
     losses, norms = [], {}
