@@ -448,8 +448,8 @@ impl Moe {
             routing::find(device, experts, expert, first, grouping, &mut found);
             let count = match device.keeps_values() {
                 true => found.to_vec().first().map_or(0, |&count| count as usize).min(experts.len() - first),
-                // A device that only records takes every expert to have as many.
-                false => experts.len() * (expert + 1) / self.num_experts - first,
+                // A device that only records takes one expert to have all: no step needs more memory than that.
+                false => experts.len() - first,
             };
             routing::gather(device, h, &grouping.source, first, k, x.view_mut().row_range(first, count));
             first += count;
@@ -524,9 +524,9 @@ fn read_offsets(ctx: &Context<'_>, offsets: &Indices, rows: usize) -> Vec<usize>
     if ctx.device.keeps_values() {
         return offsets.to_vec().into_iter().map(|row| (row.max(0) as usize).min(rows)).collect();
     }
-    // A device that only records takes every expert to have as many.
+    // A device that only records takes the first expert to have all: no step needs more memory than that.
     let experts = offsets.len() - 1;
-    (0..=experts).map(|expert| rows * expert / experts).collect()
+    (0..=experts).map(|expert| if expert == 0 { 0 } else { rows }).collect()
 }
 
 #[cfg(test)]

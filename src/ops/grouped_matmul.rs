@@ -82,28 +82,11 @@ pub fn nt<'a, 'b, 'c>(
         let (first, count) = (rows.start, rows.len());
         let (a, b) = (a.row_range(first, count), b.row_range(group * n, n));
         let mut c = c.reborrow().row_range(first, count);
-        match (device, bias) {
-            (Device::Cuda(gpu), Some(bias)) if beta == 0.0 => {
-                // A product that adds to what it finds needs no memory for the bias of every row.
-                spread_bias(gpu, bias, group, c.as_view());
-                matmul::nt(device, alpha, a, b, 1.0, c);
-            }
-            (_, bias) => {
-                matmul::nt(device, alpha, a, b, beta, c.reborrow());
-                if let Some(bias) = bias {
-                    add_bias(device, bias, group, c);
-                }
-            }
+        matmul::nt(device, alpha, a, b, beta, c.reborrow());
+        if let Some(bias) = bias {
+            add_bias(device, bias, group, c);
         }
     }
-}
-
-/// Sets every row of `c`, which the caller holds mutably, to row `group` of `bias`.
-fn spread_bias(gpu: &Gpu, bias: &Tensor, group: usize, c: View<'_>) {
-    let (rows, n) = (c.rows(), c.cols());
-    let from = bias.pointer() + (group * n * bias.dtype().num_bytes()) as u64;
-    let args = kernel_args![from, c.pointer(), rows as i64, n as i32, c.stride() as i64];
-    gpu.launch("broadcast_rows", Launch::elements(rows * n, 1), args);
 }
 
 /// Adds row `group` of `bias` to every row of `c`.
@@ -118,7 +101,9 @@ fn add_bias(device: &Device, bias: &Tensor, group: usize, mut c: ViewMut<'_>) {
         }
         Device::Cuda(gpu) => {
             let spread = device.empty(MemoryCategory::Workspace, &[rows, n]);
-            spread_bias(gpu, bias, group, spread.view());
+            let from = bias.pointer() + (group * n * bias.dtype().num_bytes()) as u64;
+            let args = kernel_args![from, spread.pointer(), rows as i64, n as i32, n as i64];
+            gpu.launch("broadcast_rows", Launch::elements(rows * n, 1), args);
             elementwise::add_assign(device, c, &spread);
         }
     }
