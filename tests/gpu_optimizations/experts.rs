@@ -170,3 +170,33 @@ fn experts_in_mxfp4_give_the_bits_of_experts_dequantized_once() {
     };
     assert!(run(packed_model) == run(resident), "packed and dequantized differ");
 }
+
+#[test]
+fn golden_auxiliary_losses_on_the_gpu_are_as_near_to_f32_as_bf16_elsewhere() {
+    let Some(gpu) = gpu() else { return };
+    let mut compared = 0;
+    for family in families() {
+        let run = |device: &Device, cuda_graphs| {
+            let (model, of) = family.with_auxiliary_loss(device)?;
+            let setup = family.setup(family.method(), Activations::Recompute, cuda_graphs);
+            let mut trainer = Trainer::new(model, setup).unwrap();
+            set_adapters(&mut trainer, &family.case);
+            let batch = [family.batch()];
+            let step = |_| trainer.step_and_wait(&batch, 0.0, &NEVER).unwrap().unwrap().loss as f32;
+            let want: Vec<f32> = serde_json::from_value(of["losses"].clone()).unwrap();
+            let losses: Vec<f32> = (0..want.len()).map(step).collect();
+            Some((error(&losses, &want), losses))
+        };
+        let Some((theirs, _)) = run(&Device::cpu(0, Precision::Bf16).unwrap(), false) else { continue };
+        let (ours, losses) = run(&gpu, true).unwrap();
+        assert_eq!(run(&gpu, false).unwrap().1, losses, "{}: graphs change nothing", family.name);
+        println!(
+            "{}: losses with the auxiliary loss off by {ours:.1e}, in bf16 on the CPU by {theirs:.1e}",
+            family.name
+        );
+        // A close choice of an expert may fall otherwise.
+        assert!(ours <= 2.0 * theirs.max(1.0 / 512.0), "{}: {losses:?}", family.name);
+        compared += 1;
+    }
+    assert!(compared > 0, "no family has auxiliary losses");
+}

@@ -166,6 +166,22 @@ impl Family {
         })
     }
 
+    /// The family's model and its losses with the auxiliary loss of the router (`router_loss.json`); `None` where there are none for it.
+    pub fn with_auxiliary_loss(&self, device: &Device) -> Option<(Transformer, serde_json::Value)> {
+        let text = std::fs::read_to_string(golden_file("router_loss.json")).unwrap();
+        let all: serde_json::Value = serde_json::from_str(&text).unwrap();
+        let of = all.get(&self.name)?.clone();
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::copy(self.folder.join("model.safetensors"), folder.path().join("model.safetensors")).unwrap();
+        let config = std::fs::read_to_string(self.folder.join("config.json")).unwrap();
+        let mut json: serde_json::Value = serde_json::from_str(&config).unwrap();
+        json["output_router_logits"] = true.into();
+        json["router_aux_loss_coef"] = all["coef"].clone();
+        std::fs::write(folder.path().join("config.json"), json.to_string()).unwrap();
+        let checkpoint = Checkpoint::open(folder.path()).unwrap();
+        Some((Transformer::load(&checkpoint, device, &mut |_, _| {}).unwrap(), of))
+    }
+
     /// The choices of experts in f32 for the family's batch, with some for padding behind it; `None` in a dense family.
     pub fn choices(&self) -> Option<Vec<Vec<i32>>> {
         let mut model = self.model(&device(2));
