@@ -104,19 +104,19 @@ impl ModelInfo {
         if method.kind == MethodKind::Full {
             return self.num_parameters;
         }
-        let chosen = &method.layers_to_transform;
-        let layers = (0..self.num_hidden_layers).filter(|layer| chosen.is_empty() || chosen.contains(layer));
-        layers.map(|layer| self.num_trainable_in(layer, method)).sum()
+        (0..self.num_hidden_layers).map(|layer| self.num_trainable_in(layer, method)).sum()
     }
 
-    /// Weights of adapters in a block that has them.
+    /// Weights of adapters in a block. Those on experts are in every block that has some, whatever `layers_to_transform` says.
     fn num_trainable_in(&self, layer: usize, method: &MethodConfig) -> u64 {
+        let chosen = &method.layers_to_transform;
+        let is_chosen = chosen.is_empty() || chosen.contains(&layer);
         let targets = &method.target_modules;
         let all = targets.iter().any(|target| target == ALL_LINEAR);
         let experts = self.experts.as_ref().filter(|experts| experts.layers.get(layer) == Some(&true));
         let is_there = |name: &str| experts.is_none() || !MLP.contains(&name);
         let wanted = |name: &str| all || targets.iter().any(|target| target == name);
-        let linears = self.projections.iter().filter(|(name, ..)| is_there(name) && wanted(name));
+        let linears = self.projections.iter().filter(|(name, ..)| is_chosen && is_there(name) && wanted(name));
         let of_linears: usize = linears.map(|(_, outputs, inputs)| method.r * (outputs + inputs)).sum();
         let of_experts = experts.map_or(0, |experts| {
             let on = expert_targets(&method.target_parameters).unwrap_or_default();
