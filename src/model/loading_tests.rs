@@ -10,6 +10,7 @@ use super::*;
 use crate::formats::gguf_value::GgmlType;
 use crate::formats::gguf_write::GgufBuilder;
 use crate::formats::safetensors::{Dtype, SafetensorsFile, TensorSpec, write};
+use crate::model::testing::gguf_header;
 
 fn golden(family: &str) -> PathBuf {
     let root = std::env::var_os("TANDEM_GOLDEN")
@@ -103,18 +104,7 @@ fn gguf_name(hf: &str, layers: usize) -> String {
 fn as_gguf(family: &str) -> (Checkpoint, GgufBuilder) {
     let c = Checkpoint::open(&golden(family)).unwrap();
     let m = c.config();
-    let k = |s: &str| format!("{family}.{s}");
-    let mut b = GgufBuilder::new()
-        .string("general.architecture", family)
-        .u32(&k("embedding_length"), m.hidden_size as u32)
-        .u32(&k("block_count"), m.num_hidden_layers as u32)
-        .u32(&k("feed_forward_length"), m.intermediate_size as u32)
-        .u32(&k("attention.head_count"), m.num_attention_heads as u32)
-        .u32(&k("attention.head_count_kv"), m.num_key_value_heads as u32)
-        .u32(&k("attention.key_length"), m.head_dim as u32)
-        .u32(&k("context_length"), m.max_position_embeddings as u32)
-        .f32(&k("rope.freq_base"), m.rope_theta as f32)
-        .f32(&k("attention.layer_norm_rms_epsilon"), m.rms_norm_eps as f32);
+    let mut b = gguf_header(m, family);
     for name in c.tensor_names() {
         let mut values = c.tensor_f32(name).unwrap();
         let shape = c.shape(name).unwrap();

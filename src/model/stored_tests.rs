@@ -12,11 +12,11 @@ use serde_json::{Value, json};
 use super::{Order, arranged};
 use crate::formats::blocks::BlockKind;
 use crate::formats::gguf_value::GgmlType;
-use crate::formats::gguf_write::GgufBuilder;
 use crate::formats::mxfp4::Mxfp4;
 use crate::formats::safetensors::{Dtype, SafetensorsFile, TensorSpec, write};
 use crate::model::config::{ModelConfig, RopeScaling};
 use crate::model::loading::{Checkpoint, INDEX_FILE, SINGLE_FILE};
+use crate::model::testing::gguf_header;
 
 fn golden(family: &str) -> PathBuf {
     let root = std::env::var_os("TANDEM_GOLDEN")
@@ -284,17 +284,7 @@ fn as_gguf(family: &str, packed: bool, fused: bool) -> (Checkpoint, Vec<u8>) {
         _ => "llama",
     };
     let k = |s: &str| format!("{arch}.{s}");
-    let mut b = GgufBuilder::new()
-        .string("general.architecture", arch)
-        .u32(&k("embedding_length"), m.hidden_size as u32)
-        .u32(&k("block_count"), m.num_hidden_layers as u32)
-        .u32(&k("feed_forward_length"), m.intermediate_size as u32)
-        .u32(&k("attention.head_count"), m.num_attention_heads as u32)
-        .u32(&k("attention.head_count_kv"), m.num_key_value_heads as u32)
-        .u32(&k("attention.key_length"), m.head_dim as u32)
-        .u32(&k("context_length"), m.max_position_embeddings as u32)
-        .f32(&k("rope.freq_base"), m.rope_theta as f32)
-        .f32(&k("attention.layer_norm_rms_epsilon"), m.rms_norm_eps as f32)
+    let mut b = gguf_header(m, arch)
         .u32(&k("expert_count"), moe.num_experts as u32)
         .u32(&k("expert_used_count"), moe.num_experts_per_tok as u32)
         .u32("tokenizer.ggml.bos_token_id", 1)

@@ -4,8 +4,10 @@ use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
+use super::config::ModelConfig;
 use super::loading::{Checkpoint, SINGLE_FILE};
 use super::transformer::Transformer;
+use crate::formats::gguf_write::GgufBuilder;
 use crate::formats::safetensors::{Dtype, TensorSpec, write};
 use crate::ops::testing::Values;
 use crate::tensor::Device;
@@ -30,7 +32,7 @@ pub(crate) fn tiny(device: &Device, changes: &Value) -> Transformer {
     }
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
-    let expected = super::config::ModelConfig::from_hf_path(folder.path()).unwrap().expected_tensors();
+    let expected = ModelConfig::from_hf_path(folder.path()).unwrap().expected_tensors();
     let specs: Vec<TensorSpec> =
         expected.into_iter().map(|(name, shape)| TensorSpec { name, dtype: Dtype::F32, shape }).collect();
     let mut values = Values::new(17);
@@ -47,4 +49,20 @@ pub(crate) fn tiny(device: &Device, changes: &Value) -> Transformer {
     };
     write(&folder.path().join(SINGLE_FILE), &BTreeMap::new(), &specs, random).unwrap();
     Transformer::load(&Checkpoint::open(folder.path()).unwrap(), device, &mut |_, _| {}).unwrap()
+}
+
+/// The first keys of a GGUF file of a model, as llama.cpp's converter writes them for an architecture that it calls `arch`.
+pub(crate) fn gguf_header(config: &ModelConfig, arch: &str) -> GgufBuilder {
+    let key = |name: &str| format!("{arch}.{name}");
+    GgufBuilder::new()
+        .string("general.architecture", arch)
+        .u32(&key("embedding_length"), config.hidden_size as u32)
+        .u32(&key("block_count"), config.num_hidden_layers as u32)
+        .u32(&key("feed_forward_length"), config.intermediate_size as u32)
+        .u32(&key("attention.head_count"), config.num_attention_heads as u32)
+        .u32(&key("attention.head_count_kv"), config.num_key_value_heads as u32)
+        .u32(&key("attention.key_length"), config.head_dim as u32)
+        .u32(&key("context_length"), config.max_position_embeddings as u32)
+        .f32(&key("rope.freq_base"), config.rope_theta as f32)
+        .f32(&key("attention.layer_norm_rms_epsilon"), config.rms_norm_eps as f32)
 }

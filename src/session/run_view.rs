@@ -362,21 +362,6 @@ mod tests {
     #[test]
     fn counts_of_experts_are_forgotten_from_the_oldest_step_on() {
         let report = |step: u64| StepReport {
-            step,
-            loss: 1.0,
-            grad_norm: 1.0,
-            clipped: false,
-            lr: 0.0,
-            total_tokens: 1,
-            document_tokens: 1,
-            num_label_tokens: 1,
-            step_ms: 1.0,
-            phases: Vec::new(),
-            not_attributed_ms: 0.0,
-            memory: crate::tensor::memory::MemoryReport::default(),
-            counters: None,
-            cache: None,
-            copies: None,
             moe: Some(MoeReport {
                 routing: crate::model::policy::Routing::Grouped,
                 experts_per_token: 1,
@@ -384,7 +369,7 @@ mod tests {
                 tokens_per_expert: vec![vec![1; MOST_COUNTS / 2]],
                 routing_ms: Some(0.5),
             }),
-            spans: Vec::new(),
+            ..StepReport::plain(step)
         };
         let mut view = RunView::default();
         assert!(!view.has_experts());

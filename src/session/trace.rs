@@ -174,7 +174,6 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
-    use crate::tensor::memory::MemoryReport;
     use crate::tensor::phase::Phase;
 
     fn span(lane: LaneKind, layer: Option<u32>, start_ms: f64, end_ms: f64) -> Span {
@@ -182,25 +181,7 @@ mod tests {
     }
 
     fn step(step: u64, spans: Vec<Span>) -> StepReport {
-        StepReport {
-            step,
-            loss: 1.0,
-            grad_norm: 1.0,
-            clipped: false,
-            lr: 0.0,
-            total_tokens: 1,
-            document_tokens: 1,
-            num_label_tokens: 1,
-            step_ms: 10.0,
-            phases: Vec::new(),
-            not_attributed_ms: 0.0,
-            memory: MemoryReport::default(),
-            counters: None,
-            cache: None,
-            copies: None,
-            moe: None,
-            spans,
-        }
+        StepReport { spans, ..StepReport::plain(step) }
     }
 
     fn read_back(trace: &Trace) -> Vec<Value> {

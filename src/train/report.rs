@@ -53,6 +53,30 @@ pub struct StepReport {
 }
 
 impl StepReport {
+    /// A step with nothing measured, for tests.
+    #[cfg(test)]
+    pub(crate) fn plain(step: u64) -> Self {
+        Self {
+            step,
+            loss: 1.0,
+            grad_norm: 1.0,
+            clipped: false,
+            lr: 1e-4,
+            total_tokens: 8,
+            document_tokens: 8,
+            num_label_tokens: 8,
+            step_ms: 10.0,
+            phases: Vec::new(),
+            not_attributed_ms: 0.0,
+            memory: MemoryReport::default(),
+            counters: None,
+            cache: None,
+            copies: None,
+            moe: None,
+            spans: Vec::new(),
+        }
+    }
+
     /// Tokens of documents a second.
     pub fn tokens_per_sec(&self) -> f64 {
         if self.step_ms > 0.0 { self.document_tokens as f64 / (self.step_ms / 1e3) } else { 0.0 }

@@ -266,26 +266,8 @@ fn stage_row(ui: &mut Ui, theme: &Theme, stage: &str, failed: bool) {
 /// A step for tests, as `change` wants it.
 #[cfg(test)]
 fn test_step(step: u64, change: impl FnOnce(&mut crate::session::StepReport)) -> crate::session::event::TimedEvent {
-    use crate::session::{MemoryReport, StepReport};
-    let mut report = StepReport {
-        step,
-        loss: 1.0,
-        grad_norm: 1.0,
-        clipped: false,
-        lr: 1e-4,
-        total_tokens: 8,
-        document_tokens: 8,
-        num_label_tokens: 8,
-        step_ms: 10.0,
-        phases: Vec::new(),
-        not_attributed_ms: 0.0,
-        memory: MemoryReport::default(),
-        counters: None,
-        cache: None,
-        copies: None,
-        moe: None,
-        spans: Vec::new(),
-    };
+    use crate::session::StepReport;
+    let mut report = StepReport::plain(step);
     change(&mut report);
     let report = Box::new(report);
     let event =

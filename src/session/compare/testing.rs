@@ -5,7 +5,6 @@ use super::{ArmMemory, Block, Ground, Measured, Subject, arms, stats};
 use crate::data::example::Example;
 use crate::data::pack::PackedBatch;
 use crate::model::metadata::CacheCounts;
-use crate::tensor::memory::MemoryReport;
 use crate::tensor::phase::{Phase, PhaseTime};
 use crate::train::config::Metadata;
 use crate::train::report::{CacheReport, CopyReport, StepReport};
@@ -26,10 +25,8 @@ fn step(number: u64, (step_ms, builds, metadata_ms): (f64, u64, f64), copies: Op
     };
     let rest = step_ms - metadata_ms - 1.0;
     StepReport {
-        step: number,
         loss: 2.0 / number as f64,
         grad_norm: 0.5,
-        clipped: false,
         lr: 1e-3,
         total_tokens: 2048,
         document_tokens: 2000,
@@ -41,8 +38,6 @@ fn step(number: u64, (step_ms, builds, metadata_ms): (f64, u64, f64), copies: Op
             PhaseTime { phase: Phase::Metadata, forward_ms: Some(metadata_ms), backward_ms: None, step_ms: None },
         ],
         not_attributed_ms: 1.0,
-        memory: MemoryReport::default(),
-        counters: None,
         cache: Some(CacheReport {
             metadata: Metadata::Cached,
             counts: CacheCounts { builds, ..CacheCounts::default() },
@@ -50,8 +45,7 @@ fn step(number: u64, (step_ms, builds, metadata_ms): (f64, u64, f64), copies: Op
             entries: Vec::new(),
         }),
         copies,
-        moe: None,
-        spans: Vec::new(),
+        ..StepReport::plain(number)
     }
 }
 

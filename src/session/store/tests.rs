@@ -210,25 +210,7 @@ proptest! {
 }
 
 fn plain_step(step: u64, loss: f64, spans: Vec<Span>) -> TimedEvent {
-    let report = StepReport {
-        step,
-        loss,
-        grad_norm: 1.0,
-        clipped: false,
-        lr: 1e-4,
-        total_tokens: 8,
-        document_tokens: 8,
-        num_label_tokens: 4,
-        step_ms: 2.0,
-        phases: Vec::new(),
-        not_attributed_ms: 0.0,
-        memory: MemoryReport::default(),
-        counters: None,
-        cache: None,
-        copies: None,
-        moe: None,
-        spans,
-    };
+    let report = StepReport { loss, num_label_tokens: 4, step_ms: 2.0, spans, ..StepReport::plain(step) };
     let event = RunEvent::Step { report: Box::new(report), epoch: 0.5, elapsed_s: 1.0, tokens_seen: 8, eta_s: None };
     TimedEvent { unix_ms: 1_000 + step.cast_signed(), event }
 }
