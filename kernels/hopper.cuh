@@ -80,6 +80,41 @@ __device__ __forceinline__ void copy_box(uint32_t to, const TensorMap& map, uint
                  : "memory");
 }
 
+/// As `copy_box_to_two`, of a stack of matrices.
+__device__ __forceinline__ void copy_box_to_two(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;\n" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(static_cast<unsigned short>(3))
+        : "memory");
+}
+
+/// Starts copying bytes in a row to shared memory; they count on the barrier. Addresses and `bytes` are multiples of 16.
+__device__ __forceinline__ void copy_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to), "l"(from), "r"(bytes),
+                 "r"(barrier)
+                 : "memory");
+}
+
+/// Stores four 8×8 matrices of bf16, of which lane i has a pair of row i / 4 each. Lanes 8·m to 8·m + 7 give the addresses of the rows of matrix m.
+__device__ __forceinline__ void store_matrices(uint32_t to, const uint32_t (&v)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+                 : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_shared(uint32_t from) {
+    uint32_t v;
+    asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(v) : "r"(from) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint4 load_shared_16(uint32_t from) {
+    uint4 v;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
+    return v;
+}
+__device__ __forceinline__ void store_shared_16(uint32_t to, uint4 v) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
 /// Descriptor of an operand in rows of 128 bytes, swizzled over 128 bytes, from `address` on. `group_bytes`: between groups of eight rows;
 /// `block_bytes`: between blocks of 64 columns, where rows lie along the sums.
 __device__ __forceinline__ uint64_t wgmma_operand(uint32_t address, uint32_t block_bytes, uint32_t group_bytes) {

@@ -18,7 +18,7 @@ import zipfile
 TARGETS = ["compute_80", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"]
 OPTIONS = ["-std=c++17", "-default-device", "--use_fast_math"]
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
-KERNEL = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(')
+KERNEL = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:TANDEM_\w+\s+)?(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(')
 
 
 def with_headers(kernels: pathlib.Path, text: str) -> str:

@@ -24,13 +24,10 @@ const _: () = {
     assert!(offset_of!(HopperParams, b) == 128 && offset_of!(HopperParams, product) == 256);
 };
 
-/// Kernels of one width of tiles, for nt and nn.
+/// Kernels of one width of tiles, for nt and nn. Two blocks of a cluster compute two tiles, and each reads half of what both need.
 #[derive(Debug)]
 struct Tile {
-    /// Each block for itself.
     names: [&'static str; 2],
-    /// Two blocks of a cluster side by side, each of which brings half of the rows to both: less to read.
-    pairs: Option<[&'static str; 2]>,
     cols: usize,
     /// What a column costs: narrow tiles read more for each product.
     cost: f64,
@@ -38,19 +35,9 @@ struct Tile {
 
 /// Best first where several serve equally well. 240 divides 2,880 and 5,760, the widths of gpt-oss.
 const TILES: [Tile; 3] = [
-    Tile {
-        names: ["grouped_nt_hopper_128x256", "grouped_nn_hopper_128x256"],
-        pairs: Some(["grouped_nt_hopper_pair_128x256", "grouped_nn_hopper_pair_128x256"]),
-        cols: 256,
-        cost: 1.0,
-    },
-    Tile {
-        names: ["grouped_nt_hopper_128x240", "grouped_nn_hopper_128x240"],
-        pairs: Some(["grouped_nt_hopper_pair_128x240", "grouped_nn_hopper_pair_128x240"]),
-        cols: 240,
-        cost: 1.0,
-    },
-    Tile { names: ["grouped_nt_hopper_128x128", "grouped_nn_hopper_128x128"], pairs: None, cols: 128, cost: 1.25 },
+    Tile { names: ["grouped_nt_hopper_128x256", "grouped_nn_hopper_128x256"], cols: 256, cost: 1.0 },
+    Tile { names: ["grouped_nt_hopper_128x240", "grouped_nn_hopper_128x240"], cols: 240, cost: 1.0 },
+    Tile { names: ["grouped_nt_hopper_128x128", "grouped_nn_hopper_128x128"], cols: 128, cost: 1.25 },
 ];
 
 /// Rows of a tile, length of the sums that a stage holds, stages, threads.
@@ -58,14 +45,24 @@ const ROWS: usize = 128;
 const DEPTH: usize = BOX_COLUMNS;
 const STAGES: usize = 4;
 const THREADS: u32 = 384;
-/// Narrowest result and shortest sums: below, the narrow tiles of every card waste less.
+/// Biases that are on their way, and bytes of a tile's.
+const BIASES: usize = 3;
+const BIAS_BYTES: usize = 512;
+/// Bytes that a warp writes through.
+const STAGING_BYTES: usize = 2 * 16 * 64 * 2;
+/// Warps that multiply.
+const WARPS: usize = 8;
+/// Blocks of a cluster.
+const PAIR: usize = 2;
+/// Narrowest result: below, the narrow tiles of every card waste less.
 const MIN_WIDTH: usize = 64;
 
 impl Tile {
-    /// Shared memory: the stages, up to 1,024 bytes before the first, and two barriers a stage.
+    /// Shared memory: up to 1,024 bytes before the first stage, the stages, what is written, biases, and two barriers a stage.
     fn shared_bytes(&self, form: Form) -> u32 {
         let b_lines = if form == Form::Nt { self.cols } else { self.cols.next_multiple_of(BOX_COLUMNS) };
-        (STAGES * ((ROWS + b_lines) * DEPTH * 2 + 16) + 1024) as u32
+        let stages = STAGES * ((ROWS + b_lines) * DEPTH * 2 + 16);
+        (1024 + stages + WARPS * STAGING_BYTES + BIASES * BIAS_BYTES) as u32
     }
 
     /// The tile that computes the fewest columns for a width.
@@ -83,6 +80,9 @@ pub fn takes(facts: &DeviceFacts, shape: &GroupedShape, operands: &GroupedOperan
         && form != Form::Tn
         && n.is_multiple_of(8)
         && k.is_multiple_of(8)
+        // With one stage of sums the copies would be more tiles ahead than there is room for biases.
+        && k > DEPTH
+        && operands.bias.is_multiple_of(16)
         && [(operands.a, lda), (operands.b, ldb), (operands.c, ldc)]
             .iter()
             .all(|&(address, ld)| rows_aligned(address, ld, DType::Bf16))
@@ -90,28 +90,23 @@ pub fn takes(facts: &DeviceFacts, shape: &GroupedShape, operands: &GroupedOperan
 
 /// Whether the kernels are the better choice for a product that they take.
 pub fn is_better(shape: &GroupedShape) -> bool {
-    shape.n > MIN_WIDTH && shape.k > MIN_WIDTH && shape.rows.div_ceil(shape.groups) > FEW_ROWS_A_GROUP
+    shape.n > MIN_WIDTH && shape.rows.div_ceil(shape.groups) > FEW_ROWS_A_GROUP
 }
 
 /// Queues a product that [`takes`] accepts. What the copy engine is told goes with the launch, so a graph that records it has a copy.
 pub fn launch(gpu: &Gpu, shape: &GroupedShape, operands: &GroupedOperands) {
     let &GroupedShape { form, groups, rows, n, k, lda, ldb, .. } = shape;
     let tile = Tile::of_width(n);
-    let tile_columns = n.div_ceil(tile.cols);
-    // Side by side needs an even number of tiles, or a block would have nothing to do.
-    let pairs = tile.pairs.filter(|_| tile_columns.is_multiple_of(2));
-    let (names, blocks_a_cluster) = pairs.map_or((tile.names, 1), |names| (names, 2));
-    let a_box_rows = ROWS / blocks_a_cluster;
-    let a = Boxes { pointer: operands.a, sizes: [k, rows, 1], strides: [lda, 0], box_rows: a_box_rows };
+    let a = Boxes { pointer: operands.a, sizes: [k, rows, 1], strides: [lda, 0], box_rows: ROWS / PAIR };
     let (name, b_sizes, b_box_rows) =
-        if form == Form::Nt { (0, [k, n, groups], tile.cols) } else { (1, [n, k, groups], DEPTH) };
+        if form == Form::Nt { (0, [k, n, groups], tile.cols / PAIR) } else { (1, [n, k, groups], DEPTH) };
     let b = Boxes { pointer: operands.b, sizes: b_sizes, strides: [ldb, b_sizes[1] * ldb], box_rows: b_box_rows };
     let params = HopperParams { a: gpu.tensor_map(&a, 2), b: gpu.tensor_map(&b, 3), product: params(shape, operands) };
-    let (kernel, shared_bytes) = (names[name], tile.shared_bytes(form));
+    let (kernel, shared_bytes) = (tile.names[name], tile.shared_bytes(form));
     gpu.allow_shared_bytes(kernel, shared_bytes);
-    // Blocks stay: as many as there are multiprocessors, in whole clusters.
-    let sms = (gpu.facts().num_sms as usize / blocks_a_cluster).max(1) * blocks_a_cluster;
-    let blocks = (most_row_tiles(shape, ROWS) * tile_columns).min(sms);
+    // Blocks stay: as many as there are multiprocessors, in whole clusters. A tile may have a cluster for itself.
+    let pairs = (gpu.facts().num_sms as usize / PAIR).max(1);
+    let blocks = (most_row_tiles(shape, ROWS) * n.div_ceil(tile.cols)).min(pairs) * PAIR;
     gpu.launch_struct(kernel, Launch { shared_bytes, ..Launch::new(blocks, THREADS) }, &params);
 }
 
@@ -125,23 +120,27 @@ mod tests {
     fn every_tile_is_what_the_kernel_source_says() {
         let mut count = 0;
         for tile in &TILES {
-            for (names, pair) in [(Some(tile.names), false), (tile.pairs, true)] {
-                for (name, along) in names.into_iter().flatten().zip([true, false]) {
-                    let start = format!("extern \"C\" __global__ void __launch_bounds__({THREADS}, 1) {name}(");
-                    let line = SOURCE.lines().find(|line| line.starts_with(&start)).expect(name);
-                    assert!(line.contains(&format!("multiply<{}, {along}, {pair}>(p)", tile.cols)), "{name}");
-                    let cluster = format!("extern \"C\" __cluster_dims__(2, 1, 1) __global__ void {name}(");
-                    assert_eq!(SOURCE.contains(&cluster), pair, "{name}");
-                    count += 1;
-                }
+            for (name, along) in tile.names.into_iter().zip([true, false]) {
+                let start = "extern \"C\" __global__ void TANDEM_PAIRS __launch_bounds__";
+                let start = format!("{start}({THREADS}, 1) {name}(");
+                let line = SOURCE.lines().find(|line| line.starts_with(&start)).expect(name);
+                assert!(line.contains(&format!("multiply<{}, {along}>(p)", tile.cols)), "{name}");
+                count += 1;
             }
             for form in [Form::Nt, Form::Nn] {
                 assert!(tile.shared_bytes(form) <= 232_448, "{tile:?}: more than a block of this card can have");
             }
         }
         assert_eq!(SOURCE.matches("extern \"C\" __global__").count(), count, "a kernel that is never chosen");
-        let constants = format!("BM = {ROWS}, DEPTH = {DEPTH}, STAGES = {STAGES}, WARPGROUP = {};", THREADS / 3);
-        assert!(SOURCE.contains(&constants), "{constants}");
+        for constants in [
+            format!("BM = {ROWS}, DEPTH = {DEPTH}, STAGES = {STAGES}, WARPGROUP = {};", THREADS / 3),
+            format!("BIASES = {BIASES}, BIAS_BYTES = {BIAS_BYTES};"),
+            "PIECE_COLUMNS = 64, PIECE_BYTES = 16 * PIECE_COLUMNS * 2, STAGING_BYTES = 2 * PIECE_BYTES;".to_owned(),
+            format!("#define TANDEM_PAIRS __cluster_dims__({PAIR}, 1, 1)"),
+        ] {
+            assert!(SOURCE.contains(&constants), "{constants}");
+        }
+        assert_eq!((WARPS, STAGING_BYTES), (THREADS as usize / 32 * 2 / 3, 4096));
     }
 
     #[test]
@@ -163,7 +162,9 @@ mod tests {
         assert!(!takes(&facts, &GroupedShape { form: Form::Tn, ..shape }, &operands));
         assert!(!takes(&facts, &GroupedShape { ldb: 132, ..shape }, &operands));
         assert!(!takes(&facts, &shape, &GroupedOperands { a: 264, ..operands }));
-        assert!(!is_better(&GroupedShape { k: 32, ..shape }) && !is_better(&GroupedShape { groups: 100, ..shape }));
+        assert!(!takes(&facts, &GroupedShape { k: 64, ..shape }, &operands));
+        assert!(!takes(&facts, &shape, &GroupedOperands { bias: 8, ..operands }));
+        assert!(!is_better(&GroupedShape { groups: 100, ..shape }));
         facts.laptop_tiles = true;
         assert!(!takes(&facts, &shape, &operands));
     }
