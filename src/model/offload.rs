@@ -359,8 +359,9 @@ impl<'a> Travel<'a> {
         self.reload();
     }
 
-    /// Starts copies back into the free buffers, from the highest block down.
+    /// Starts copies back into the free buffers, from the highest block down; compute is waited for once.
     fn reload(&mut self) {
+        let mut is_first = true;
         while self.num_reloads < self.load.num_slots()
             && let Some(buffer) = self.free.pop()
         {
@@ -368,7 +369,12 @@ impl<'a> Travel<'a> {
             self.num_reloads += 1;
             let block = self.load.end - 1 - blocks;
             let slot = (block - self.load.first) * self.load.parts + part;
-            let Some(reload) = self.with_carrier(|carrier| carrier.reload(slot, buffer, block as u32)) else { return };
+            let reload = self.with_carrier(|carrier| match is_first {
+                true => carrier.reload(slot, buffer, block as u32),
+                false => carrier.reload_behind(slot, buffer, block as u32),
+            });
+            let Some(reload) = reload else { return };
+            is_first = false;
             self.reloads.push_back((slot, reload));
         }
     }

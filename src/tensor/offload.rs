@@ -168,10 +168,26 @@ impl Carrier {
     /// # Errors
     /// When it cannot be copied.
     pub fn reload(&mut self, slot: usize, buffer: Tensor, layer: u32) -> Result<Reload> {
+        self.started(slot, buffer, layer, false)
+    }
+
+    /// As [`Self::reload`], right after another: no compute was queued since, so what that copy waited for is enough. In a recorded pass a wait more
+    /// would be one more successor of the compute before it: the driver may then queue the first copy before the compute that follows.
+    ///
+    /// # Errors
+    /// As [`Self::reload`].
+    pub fn reload_behind(&mut self, slot: usize, buffer: Tensor, layer: u32) -> Result<Reload> {
+        self.started(slot, buffer, layer, true)
+    }
+
+    fn started(&mut self, slot: usize, buffer: Tensor, layer: u32, has_waited: bool) -> Result<Reload> {
         let form = match &mut self.form {
             Form::Cpu(lanes) => lanes.load(slot, buffer, layer)?,
             Form::Cuda(slots) => {
                 let bytes = buffer.len() * buffer.dtype().num_bytes();
+                if !has_waited {
+                    slots.await_free();
+                }
                 slots.load(slot, buffer.pointer(), bytes, copying(LaneKind::H2d, layer, bytes));
                 ReloadForm::Cuda(buffer)
             }
@@ -299,7 +315,8 @@ mod tests {
         }
         carrier.settle(0);
         assert_eq!(device.memory().now_bytes, 0, "nothing is left on the device");
-        let reloads: Vec<_> = [2, 0, 1].map(|slot| carrier.reload(slot, tensor(&device, 9.0), slot as u32)).into();
+        let mut reloads = vec![carrier.reload(2, tensor(&device, 9.0), 2)];
+        reloads.extend([0, 1].map(|slot| carrier.reload_behind(slot, tensor(&device, 9.0), slot as u32)));
         for (reload, want) in reloads.into_iter().zip([2.0, 0.0, 1.0]) {
             assert_eq!(carrier.arrive(reload.unwrap()).unwrap().f32s(), [want; 6]);
         }

@@ -288,7 +288,10 @@ fn a_carrier_brings_back_what_left_through_pages_and_through_the_ring() {
         carrier.settle(0);
         let buffer = || device.empty(MemoryCategory::OffloadBuffers, &[rows, cols]);
         for (first, second) in [(2, 1), (0, 2)] {
-            let reloads = [first, second].map(|slot| carrier.reload(slot, buffer(), slot as u32).unwrap());
+            let reloads = [
+                carrier.reload(first, buffer(), first as u32).unwrap(),
+                carrier.reload_behind(second, buffer(), second as u32).unwrap(),
+            ];
             let back: Vec<Tensor> = reloads.into_iter().map(|reload| carrier.arrive(reload).unwrap()).collect();
             for (slot, x) in [first, second].into_iter().zip(back) {
                 assert!(x.to_vec() == want[slot], "slot {slot}, {pinned} page-locked");

@@ -27,6 +27,8 @@ pub struct CudaSlots {
     gpu: Gpu,
     slots: Vec<Slot>,
     ring: Option<Ring>,
+    /// Compute is done with the buffers that the next copies back go to. `None` on a recording device.
+    free: Option<Arc<CudaEvent>>,
 }
 
 struct Slot {
@@ -37,11 +39,10 @@ struct Slot {
     job: Option<Event>,
 }
 
-/// The activation is there to be copied; its copy to the host is done; its place on the device is free; the copy back is done.
+/// The activation is there to be copied; its copy to the host is done; the copy back is done.
 struct Events {
     ready: Arc<CudaEvent>,
     stored: Arc<CudaEvent>,
-    free: Arc<CudaEvent>,
     full: Arc<CudaEvent>,
 }
 
@@ -75,7 +76,7 @@ fn event(context: &Arc<CudaContext>) -> Result<Arc<CudaEvent>, DriverError> {
 
 impl Events {
     fn new(context: &Arc<CudaContext>) -> Result<Self, DriverError> {
-        Ok(Self { ready: event(context)?, stored: event(context)?, free: event(context)?, full: event(context)? })
+        Ok(Self { ready: event(context)?, stored: event(context)?, full: event(context)? })
     }
 }
 
@@ -149,7 +150,8 @@ impl CudaSlots {
             let pieces = Pieces::new(gpu).context("the driver refuses page-locked memory, even a little")?;
             Ok(Ring { thread: CopyLane::new("offload")?, pieces: Arc::new(pieces) })
         });
-        Ok(Self { gpu: gpu.clone(), slots, ring: ring.transpose()? })
+        let free = driver.map(|driver| event(&driver.context)).transpose()?;
+        Ok(Self { gpu: gpu.clone(), slots, ring: ring.transpose()?, free })
     }
 
     /// Slots that are not page-locked.
@@ -208,7 +210,15 @@ impl CudaSlots {
         }
     }
 
-    /// Queues the copy of a slot to device memory that compute queued so far is done with.
+    /// Lets later copies back wait for compute queued so far, which is done with their buffers then.
+    pub fn await_free(&self) {
+        if let Some((driver, free)) = self.gpu.driver().zip(self.free.as_ref()).filter(|_| !self.gpu.has_failed()) {
+            self.gpu.latch_result(free.record(&driver.stream), "marking a buffer as free");
+            self.gpu.latch_result(driver.lane(LaneKind::H2d).wait(free), "waiting for a buffer");
+        }
+    }
+
+    /// Queues the copy of a slot to device memory, behind what [`Self::await_free`] made copies wait for.
     pub fn load(&mut self, slot: usize, pointer: u64, bytes: usize, copying: Copying) {
         let (gpu, slot) = (&self.gpu, &mut self.slots[slot]);
         if gpu.has_failed() {
@@ -216,8 +226,6 @@ impl CudaSlots {
         }
         let Some((driver, events)) = gpu.driver().zip(slot.events.as_ref()) else { return slot.skip(gpu, copying) };
         let stream = driver.lane(LaneKind::H2d);
-        gpu.latch_result(events.free.record(&driver.stream), "marking a buffer as free");
-        gpu.latch_result(stream.wait(&events.free), "waiting for a buffer");
         match (&slot.host, &self.ring) {
             (Host::Pinned(buffer), _) => {
                 gpu.clock().copy(copying, || {
