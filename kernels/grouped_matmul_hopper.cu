@@ -93,7 +93,7 @@ __device__ __forceinline__ void store_rows(const float (&sums)[BN / 2], const Gr
 template <int BN, bool ALONG>
 __device__ __forceinline__ void multiply(const HopperParams& params) {
     // Across the sums a stage of `b` is made of blocks of 64 columns, the last of which may stick out of the tile.
-    constexpr int BLOCKS = (BN + 63) / 64, HALF_BLOCKS = BLOCKS / 2;
+    constexpr int BLOCKS = (BN + 63) / 64;
     constexpr uint32_t BLOCK_BYTES = DEPTH * LINE_BYTES;
     constexpr uint32_t A_BYTES = BM * LINE_BYTES, B_BYTES = ALONG ? BN * LINE_BYTES : BLOCKS * BLOCK_BYTES, STAGE_BYTES = A_BYTES + B_BYTES;
     static_assert(A_BYTES % 1024 == 0 && B_BYTES % 1024 == 0, "the swizzle goes by the address");
@@ -123,14 +123,14 @@ __device__ __forceinline__ void multiply(const HopperParams& params) {
     const int k_blocks = (p.k + DEPTH - 1) / DEPTH;
     const int first = blockIdx.x / 2, stride = gridDim.x / 2;
     GroupTiles<BM, BN, true> tiles(p.offsets, p.groups, p.n, p.raster_rows);
-    GroupTile tile;
+    GroupTile tile{};
     const auto take_own = [&] {
         if (tile.stacked) tile.row += rank * BM;
         else tile.column += rank * BN;
     };
     int stage = 0, bias = 0;
     if (warpgroup == 0) {
-        give_registers<40>();
+        give_registers<48>();
         if (threadIdx.x < WARP) {
             uint32_t parity = 1;
             for (int number = first; tiles.find(number, tile); number += stride) {
@@ -161,11 +161,13 @@ __device__ __forceinline__ void multiply(const HopperParams& params) {
                                 copy_box(b + HALF * LINE_BYTES, params.b, barrier, depth, tile.column + HALF, tile.group);
                             }
                         } else {
-#pragma unroll
-                            for (int i = 0; i < BLOCKS; ++i) {
+                            // A loop: unrolled, it needs more registers than this warp has.
+                            const int count = tile.stacked ? BLOCKS / 2 : BLOCKS, from = tile.stacked ? rank * count : 0;
+#pragma unroll 1
+                            for (int i = from; i < from + count; ++i) {
                                 const int column = tile.column + i * 64;
-                                if (!tile.stacked) copy_box(b + i * BLOCK_BYTES, params.b, barrier, column, depth, tile.group);
-                                else if (i / HALF_BLOCKS == rank) copy_box_to_two(b + i * BLOCK_BYTES, params.b, barrier, column, depth, tile.group);
+                                if (tile.stacked) copy_box_to_two(b + i * BLOCK_BYTES, params.b, barrier, column, depth, tile.group);
+                                else copy_box(b + i * BLOCK_BYTES, params.b, barrier, column, depth, tile.group);
                             }
                         }
                         if (++stage == STAGES) stage = 0, parity ^= 1;
@@ -176,7 +178,7 @@ __device__ __forceinline__ void multiply(const HopperParams& params) {
             }
         }
     } else {
-        take_registers<232>();
+        take_registers<224>();
         const int row = (warpgroup - 1) * 64, warp = threadIdx.x / WARP - WARPGROUP / WARP;
         int last = 0;
         uint32_t parity = 0;
