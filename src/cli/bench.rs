@@ -74,6 +74,9 @@ pub struct BenchArgs {
     /// Whether blocks that are computed again keep the residual stream between attention and MLP: on, off.
     #[arg(long, value_delimiter = ',', default_value = "off", value_parser = on_off)]
     middle: Vec<bool>,
+    /// Whether they keep queries, keys and values as well: on, off.
+    #[arg(long, value_delimiter = ',', default_value = "off", value_parser = on_off)]
+    qkv: Vec<bool>,
     /// Bits of a value of the optimizer's moments: 32, 8.
     #[arg(long, value_delimiter = ',', default_value = "32", value_parser = bits)]
     bits: Vec<u32>,
@@ -99,7 +102,7 @@ pub struct BenchArgs {
     #[arg(long, default_value = "auto", value_parser = device)]
     device: DeviceChoice,
     /// Single operations at the sizes of an 8B model, instead of steps.
-    #[arg(long, conflicts_with_all = ["model", "tokens", "pack", "activations", "attention", "metadata", "metadata_entries", "buffers", "routing", "graphs", "mlp_rows", "pass_tokens", "warmup", "steps", "r", "method", "dequantized", "middle", "bits", "optimizer_state", "embedding", "one_document"])]
+    #[arg(long, conflicts_with_all = ["model", "tokens", "pack", "activations", "attention", "metadata", "metadata_entries", "buffers", "routing", "graphs", "mlp_rows", "pass_tokens", "warmup", "steps", "r", "method", "dequantized", "middle", "qkv", "bits", "optimizer_state", "embedding", "one_document"])]
     ops: bool,
     /// One JSON object a row.
     #[arg(long)]
@@ -262,6 +265,7 @@ impl BenchArgs {
         vary(self.graphs.len(), &|s, i| s.cuda_graphs = self.graphs[i]);
         vary(self.dequantized.len(), &|s, i| s.memory.dequantized = self.dequantized[i]);
         vary(self.middle.len(), &|s, i| s.memory.middle = self.middle[i]);
+        vary(self.qkv.len(), &|s, i| s.memory.qkv = self.qkv[i]);
         vary(self.optimizer_state.len(), &|s, i| s.memory.optimizer_state = self.optimizer_state[i]);
         vary(self.embedding.len(), &|s, i| s.memory.embedding = self.embedding[i]);
         vary(self.mlp_rows.len(), &|s, i| s.memory.mlp_rows = self.mlp_rows[i]);

@@ -49,6 +49,8 @@ pub struct QkNorms {
 pub struct AttentionSaved {
     /// Queries, keys and values beside each other as the projection made them; without norms, queries and keys are turned in place.
     qkv: Tensor,
+    /// Whether [`Attention::backward`] gives them back.
+    qkv_is_lent: bool,
     /// With norms: queries and keys after norm and rotation.
     qk: Option<Tensor>,
     /// Output of the heads, with z of the output projection behind it.
@@ -60,27 +62,48 @@ pub struct AttentionSaved {
     z: Option<Tensor>,
 }
 
+impl AttentionSaved {
+    /// Queries, keys and values, for [`Attention::forward`] to begin with.
+    pub fn into_qkv(self) -> Tensor {
+        self.qkv
+    }
+}
+
 impl Attention {
-    /// `h` [T, hidden] with room for adapters ([`Projection::input_shape`]) → what is kept, and `residual + attention` [T, hidden]. Without a residual
-    /// that sum is there already, and is not computed again.
+    /// `h` [T, hidden] with room for adapters ([`Projection::input_shape`]) → what is kept, and `residual + attention` [T, hidden]. `qkv` is what an
+    /// earlier pass made of the same input ([`AttentionSaved::into_qkv`]), where that was kept: it is not computed again, and [`Self::backward`] gives it
+    /// back. Without a residual its sum with attention is there already, and is not computed again.
     pub fn forward(
         &self,
         ctx: &Context<'_>,
         sequences: Sequences<'_>,
         mut h: Tensor,
+        qkv: Option<Tensor>,
         residual: Option<&Tensor>,
         keep: Keep,
     ) -> (AttentionSaved, Option<Tensor>) {
         let Sequences { tiles, rope: table, position_ids } = sequences;
         let (device, shape, rows) = (ctx.device, &self.shape, h.rows());
         let qk_width = shape.q_width() + shape.kv_width();
-        let mut qkv = ctx.saved(&[rows, shape.qkv_width()]);
-        self.qkv_proj.forward(ctx, &mut h, None, &mut qkv);
+        let qkv_is_lent = qkv.is_some();
+        let mut qkv = match qkv {
+            Some(qkv) => {
+                self.qkv_proj.fill_z(ctx, &mut h);
+                qkv
+            }
+            None => {
+                let mut qkv = ctx.saved(&[rows, shape.qkv_width()]);
+                self.qkv_proj.forward(ctx, &mut h, None, &mut qkv);
+                qkv
+            }
+        };
         let z = if keep == Keep::Longest { self.qkv_proj.saved_z(ctx, &h) } else { None };
         let h = (keep == Keep::Inputs).then_some(h);
         let qk = match self.norms(ctx) {
             None => {
-                rope::forward(device, qkv.first_columns_mut(qk_width), table, position_ids);
+                if !qkv_is_lent {
+                    rope::forward(device, qkv.first_columns_mut(qk_width), table, position_ids);
+                }
                 None
             }
             Some(norms) => {
@@ -112,11 +135,11 @@ impl Attention {
                 Some(y)
             }
         };
-        (AttentionSaved { qkv, qk, o, softmax_lse, h, z }, y)
+        (AttentionSaved { qkv, qkv_is_lent, qk, o, softmax_lse, h, z }, y)
     }
 
     /// Backward of [`Attention::forward`] but for the residual: from `dy` [T, hidden] with room for adapters ([`Projection::output_shape`]), the
-    /// gradient of its input [T, hidden] if `need_dh`. `h` makes that input [T, ≥hidden] again, where it was not kept: it is asked last, when what
+    /// gradient of its input [T, hidden] if `need_dh`, and queries, keys and values where they were lent. `h` makes that input [T, ≥hidden] again, where it was not kept: it is asked last, when what
     /// attention itself needs is done with.
     ///
     /// Held at most, besides `dy`: q, k and v with their gradients, attention's output and its gradient, and, with norms of q and k, these once more;
@@ -131,10 +154,10 @@ impl Attention {
         h: impl FnOnce() -> Tensor,
         dy: &mut Tensor,
         need_dh: bool,
-    ) -> Option<Tensor> {
+    ) -> (Option<Tensor>, Option<Tensor>) {
         let Sequences { tiles, rope: table, position_ids } = sequences;
         let (device, shape) = (ctx.device, &self.shape);
-        let AttentionSaved { qkv, qk, o, softmax_lse, h: kept, z } = saved;
+        let AttentionSaved { qkv, qkv_is_lent, qk, o, softmax_lse, h: kept, z } = saved;
         let (rows, q_width) = (o.rows(), shape.q_width());
         let qk_width = q_width + shape.kv_width();
         let mut d_o = ctx.scratch(&[rows, q_width]);
@@ -165,13 +188,13 @@ impl Attention {
                 qk_norm::backward_in_place(device, &norms, table, position_ids, x, dqkv.first_columns_mut(qk_width));
             }
         }
-        drop(qkv);
+        let lent = qkv_is_lent.then_some(qkv);
         let h = kept.unwrap_or_else(h);
         let z = z.as_ref().map(Tensor::view).or_else(|| self.qkv_proj.z(&h));
         let x = h.first_columns(self.qkv_proj.in_features);
         let mut dh = need_dh.then(|| ctx.scratch(&[rows, self.qkv_proj.in_features]));
         self.qkv_proj.backward(ctx, grads, x, z, dqkv.view_mut(), dh.as_mut().map(Tensor::view_mut));
-        dh
+        (dh, lent)
     }
 
     fn sinks<'a>(&self, ctx: &Context<'a>) -> Option<&'a Tensor> {
@@ -250,7 +273,7 @@ mod tests {
             let forward = |(params, attention): &(Params, Attention), h: &[f32]| {
                 let h = device.tensor(MemoryCategory::Workspace, &[ROWS, HIDDEN], h.to_vec());
                 let ctx = Context::new(&device, params, None);
-                let (saved, y) = attention.forward(&ctx, sequences, h, Some(&residual), Keep::Inputs);
+                let (saved, y) = attention.forward(&ctx, sequences, h, None, Some(&residual), Keep::Inputs);
                 (saved, y.unwrap())
             };
             let made = layer(&device, &sinks);
@@ -258,7 +281,9 @@ mod tests {
             let (params, attention) = &made;
             let (ctx, mut grads) = (Context::new(&device, params, None), Grads::new(params));
             let mut upstream = device.tensor(MemoryCategory::Workspace, &[ROWS, HIDDEN], dy.to_vec());
-            let dh = attention.backward(&ctx, &mut grads, sequences, saved, || unreachable!(), &mut upstream, true);
+            let (dh, lent) =
+                attention.backward(&ctx, &mut grads, sequences, saved, || unreachable!(), &mut upstream, true);
+            assert!(lent.is_none());
             let loss = |layer: &(Params, Attention), h: &[f32]| dot(dy.f32s(), forward(layer, h).1.f32s());
             assert_gradient("dh", h.f32s(), dh.unwrap().f32s(), |h| loss(&made, h));
             let dsinks = grads.get(attention.sinks.unwrap()).unwrap().to_vec();

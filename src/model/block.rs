@@ -2,6 +2,8 @@
 
 use std::cell::OnceCell;
 
+use super::offload::ActivationPart;
+use super::policy::KeptParts;
 use crate::layers::attention::{Attention, AttentionSaved, Sequences};
 use crate::layers::feed_forward::{FeedForward, FeedForwardSaved};
 use crate::layers::held::Hold;
@@ -53,13 +55,36 @@ pub struct BlockSaved {
     mlp: SavedOrAgain,
 }
 
+/// The activations of [`KeptParts`].
+#[derive(Debug)]
+pub struct Beside<T = Tensor> {
+    /// [T, hidden].
+    pub middle: Option<T>,
+    /// [T, q, k and v].
+    pub qkv: Option<T>,
+}
+
+impl<T> Default for Beside<T> {
+    fn default() -> Self {
+        Self { middle: None, qkv: None }
+    }
+}
+
+impl<T> Beside<T> {
+    /// Each of them turned into something else, in the order in which they stand here.
+    pub(super) fn map<U>(self, mut turn: impl FnMut(ActivationPart, T) -> U) -> Beside<U> {
+        Beside {
+            middle: self.middle.map(|middle| turn(ActivationPart::Middle, middle)),
+            qkv: self.qkv.map(|qkv| turn(ActivationPart::Qkv, qkv)),
+        }
+    }
+}
+
 /// What a forward pass shall leave of a block for its backward pass, besides its input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Leave {
-    /// Nothing.
-    Nothing,
-    /// The residual stream between attention and MLP: attention's output projection is not computed again then.
-    Middle,
+    /// These, or nothing.
+    Beside(KeptParts),
     /// Everything.
     Everything,
 }
@@ -67,10 +92,8 @@ pub enum Leave {
 /// What a forward pass has left: as [`Leave`] says.
 #[derive(Debug)]
 pub enum Left {
-    /// Nothing.
-    Nothing,
-    /// The residual stream between attention and MLP [T, hidden].
-    Middle(Tensor),
+    /// What was asked for.
+    Beside(Beside),
     /// Everything.
     Everything(Box<BlockSaved>),
 }
@@ -144,11 +167,17 @@ impl Block {
     ) -> (Tensor, Left) {
         let keep = leave == Leave::Everything;
         let wanted = if keep { Keep::Longest } else { Keep::Nothing };
-        let (attn, rstd, middle) = self.attend(ctx, sequences, x, None, wanted);
-        let attn = keep.then_some(attn);
+        let (attn, rstd, middle) = self.attend(ctx, sequences, x, Beside::default(), wanted);
+        let (mut beside, mut saved) = (Beside::default(), None);
+        match leave {
+            Leave::Everything => saved = Some(attn),
+            Leave::Beside(KeptParts { qkv: true, .. }) => beside.qkv = Some(attn.into_qkv()),
+            // Its memory is used again at once.
+            Leave::Beside(_) => drop(attn),
+        }
         let mut out = ctx.saved(x.shape());
         let _phase = self.mlp_phase(ctx, Pass::Forward);
-        if let Some(attn) = attn {
+        if let Some(attn) = saved {
             let output = Output::Write { residual: middle.view(), y: out.view_mut() };
             let mlp = Box::new(self.mlp_forward(ctx, middle.view(), output, wanted).1);
             let mlp = SavedOrAgain::Saved(mlp);
@@ -162,37 +191,41 @@ impl Block {
             let output = Output::Write { residual, y: out.view_mut().row_range(first, rows) };
             self.mlp_forward(&ctx.tile(first), residual, output, wanted);
         }
-        (out, if leave == Leave::Middle { Left::Middle(middle) } else { Left::Nothing })
+        if matches!(leave, Leave::Beside(KeptParts { middle: true, .. })) {
+            beside.middle = Some(middle);
+        }
+        (out, Left::Beside(beside))
     }
 
     /// What [`Block::forward`] keeps, computed again up to the residual stream before the MLP: the backward pass makes the rest again as it goes. It
-    /// follows at once, so what it would have to make again may be kept ([`Keep::Inputs`]), which takes two activations more. `middle` is the residual
-    /// stream behind attention where [`Leave::Middle`] left it; [`Self::backward`] gives it back.
+    /// follows at once, so what it would have to make again may be kept ([`Keep::Inputs`]), which takes two activations more. `beside` is what
+    /// [`Leave::Beside`] left; [`Self::backward`] gives it back.
     pub fn recompute(
         &self,
         ctx: &Context<'_>,
         sequences: Sequences<'_>,
         x: &Tensor,
-        middle: Option<Tensor>,
+        beside: Beside,
         keep: Keep,
     ) -> BlockSaved {
-        let middle_is_lent = middle.is_some();
-        let (attn, rstd, middle) = self.attend(ctx, sequences, x, middle, keep);
+        let middle_is_lent = beside.middle.is_some();
+        let (attn, rstd, middle) = self.attend(ctx, sequences, x, beside, keep);
         BlockSaved { attn, rstd, middle, middle_is_lent, mlp: SavedOrAgain::Again(keep) }
     }
 
-    /// The attention's part: what it keeps, `rstd` of its norm where that goes with it, and the residual stream behind it, unless `middle` is that.
+    /// The attention's part: what it keeps, `rstd` of its norm where that goes with it, and the residual stream behind it. What is there `beside` is
+    /// not computed.
     fn attend(
         &self,
         ctx: &Context<'_>,
         sequences: Sequences<'_>,
         x: &Tensor,
-        middle: Option<Tensor>,
+        Beside { middle, qkv }: Beside,
         keep: Keep,
     ) -> (AttentionSaved, Option<Tensor>, Tensor) {
         let _phase = ctx.device.clock().enter(Phase::Attention, Pass::Forward, Some(self.index));
         let Normed { h, rstd } = normed(ctx, &self.input_layernorm, self.attention_input(ctx, x.rows()), x.view());
-        let (attn, made) = self.self_attn.forward(ctx, sequences, h, middle.is_none().then_some(x), keep);
+        let (attn, made) = self.self_attn.forward(ctx, sequences, h, qkv, middle.is_none().then_some(x), keep);
         let Some(middle) = made.or(middle) else { unreachable!("what was not there was made") };
         (attn, (keep == Keep::Inputs).then_some(rstd), middle)
     }
@@ -228,7 +261,7 @@ impl Block {
     /// Backward of [`Block::forward`]: turns the gradient of the output into that of `x`, in the first columns of `dx`
     /// [T, ≥ [`Self::gradient_columns`]]. Without `need_dx` the result is not that gradient, and the work for it is not done: nothing before
     /// this block trains. After [`Self::recompute`] the MLP runs over tiles of at most `mlp_rows` rows (0: over all at once), forward and backward, and
-    /// the `middle` that it was given comes back.
+    /// what that was given comes back.
     ///
     /// With tiles of few rows and [`Keep::Longest`], most is held in the backward pass of attention itself: `x` and `dx` besides what
     /// [`Attention::backward`] counts, for Llama 3 8B's sizes 7 (with norms of q and k 8.25) T×hidden values; activations that come back from the
@@ -245,7 +278,7 @@ impl Block {
         dx: &mut Tensor,
         need_dx: bool,
         mlp_rows: usize,
-    ) -> Option<Tensor> {
+    ) -> Beside {
         let BlockSaved { attn, rstd, middle, middle_is_lent, mlp } = saved;
         match mlp {
             SavedOrAgain::Saved(mlp) => self.mlp_backward(ctx, grads, middle.view(), None, *mlp, dx.view_mut()),
@@ -268,7 +301,7 @@ impl Block {
                 }
             }
         }
-        let lent = middle_is_lent.then_some(middle);
+        let middle = middle_is_lent.then_some(middle);
 
         let _phase = ctx.device.clock().enter(Phase::Attention, Pass::Backward, Some(self.index));
         let norm = &self.input_layernorm;
@@ -279,11 +312,11 @@ impl Block {
             h
         };
         let need_dh = need_dx || ctx.params.is_trainable(norm.weight);
-        let dh = self.self_attn.backward(ctx, grads, sequences, attn, h, dx, need_dh);
+        let (dh, qkv) = self.self_attn.backward(ctx, grads, sequences, attn, h, dx, need_dh);
         if let Some((dh, rstd)) = dh.zip(rstd.or_else(|| made_again.into_inner())) {
             norm.backward(ctx, grads, x, &rstd, &dh, true, dx.first_columns_mut(x.cols()));
         }
-        lent
+        Beside { middle, qkv }
     }
 
     /// Backward of the MLP's part over the rows of `middle` [rows, hidden]: the gradient of its output in `dx` [rows, ≥hidden] becomes that of `middle`.

@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::sync::{MutexGuard, PoisonError};
 
 use super::batch::DeviceBatch;
-use super::block::Block;
+use super::block::{Beside, Block};
 use super::policy::{Activations, OffloadPolicy};
 use super::transformer::Transformer;
 use crate::base::error::{OutOfMemory, Result};
@@ -26,10 +26,10 @@ const LEAST_TOKENS: usize = 512;
 pub(super) struct Load {
     /// Tokens of the batch.
     pub tokens: usize,
-    /// Bytes of one activation: of the input of a block, or of the residual stream between attention and MLP.
-    pub bytes: usize,
-    /// Activations of a block that leave: 1 (its input), or 2.
-    pub parts: usize,
+    /// Columns of each activation of a block that leaves, in the order of [`ActivationPart`]; 0 where that one is not kept.
+    pub columns: [usize; NUM_PARTS],
+    /// Bytes of a value.
+    pub value_bytes: usize,
     /// The blocks whose inputs could leave: all that are trained but the last.
     pub first: usize,
     /// One past them.
@@ -43,16 +43,42 @@ pub(super) enum ActivationPart {
     Input,
     /// The residual stream between attention and MLP.
     Middle,
+    /// Queries, keys and values.
+    Qkv,
 }
 
+/// Parts that there can be.
+const NUM_PARTS: usize = 3;
+const PARTS: [ActivationPart; NUM_PARTS] = [ActivationPart::Input, ActivationPart::Middle, ActivationPart::Qkv];
+
 impl Load {
-    /// How many activations leave in a pass.
-    fn num_slots(&self) -> usize {
-        (self.end - self.first) * self.parts
+    /// The activations of a block that leave.
+    fn parts(&self) -> impl DoubleEndedIterator<Item = ActivationPart> + '_ {
+        PARTS.into_iter().filter(|part| self.columns[*part as usize] > 0)
+    }
+
+    fn num_parts(&self) -> usize {
+        self.parts().count()
+    }
+
+    /// Bytes of one activation.
+    fn bytes(&self, part: ActivationPart) -> usize {
+        self.tokens * self.columns[part as usize] * self.value_bytes
+    }
+
+    /// Bytes of all that leaves of a block.
+    fn block_bytes(&self) -> usize {
+        self.parts().map(|part| self.bytes(part)).sum()
+    }
+
+    /// Bytes of each activation that leaves in a pass.
+    fn slots(&self) -> Vec<usize> {
+        (self.first..self.end).flat_map(|_| self.parts().map(|part| self.bytes(part))).collect()
     }
 
     fn slot(&self, block: usize, part: ActivationPart) -> usize {
-        (block - self.first) * self.parts + part as usize
+        let before = self.parts().take_while(|other| *other != part).count();
+        (block - self.first) * self.num_parts() + before
     }
 }
 
@@ -86,8 +112,8 @@ pub(super) struct Offload {
     /// Whether a pass of this step carried something, and of how many blocks at most.
     num_blocks: usize,
     buffer_bytes: usize,
-    /// Slots and bytes for which there was no host memory, and why.
-    no_room: Option<(usize, usize, String)>,
+    /// Slots for which there was no host memory, and why.
+    no_room: Option<(Vec<usize>, String)>,
     /// What ended a pass.
     error: Option<anyhow::Error>,
 }
@@ -114,8 +140,9 @@ pub(super) fn guardrails(device: &Device, load: Load, policy: OffloadPolicy) -> 
             load.tokens
         ));
     }
-    if load.bytes < LEAST_BYTES {
-        let (is, least) = (units::bytes(load.bytes as u64), units::bytes(LEAST_BYTES as u64));
+    let bytes = load.bytes(ActivationPart::Input);
+    if bytes < LEAST_BYTES {
+        let (is, least) = (units::bytes(bytes as u64), units::bytes(LEAST_BYTES as u64));
         return Err(format!("the input of a block takes {is}, below {least}: copies would cost more than they save"));
     }
     Ok(())
@@ -186,9 +213,9 @@ impl Offload {
         if self.refused.is_some() {
             return false;
         }
-        if load.bytes * load.parts > self.buffer_bytes {
+        if load.block_bytes() > self.buffer_bytes {
             // More than was looked at when the number of buffers was chosen, for what is recorded as well.
-            (self.buffer_bytes, self.buffers) = (load.bytes * load.parts, None);
+            (self.buffer_bytes, self.buffers) = (load.block_bytes(), None);
             self.generation += 1;
         }
         self.num_blocks = self.num_blocks.max(load.end - load.first);
@@ -196,47 +223,50 @@ impl Offload {
     }
 
     fn make_room(&mut self, device: &Device, load: Load) -> Result<(), String> {
-        let num_slots = load.num_slots();
-        if self.carrier.as_ref().is_some_and(|carrier| carrier.has_room(num_slots, load.bytes)) {
+        let slots = load.slots();
+        if self.carrier.as_ref().is_some_and(|carrier| carrier.has_room(&slots)) {
             return Ok(());
         }
-        if let Some((slots, bytes, why)) = &self.no_room
-            && num_slots >= *slots
-            && load.bytes >= *bytes
+        if let Some((refused, why)) = &self.no_room
+            && slots.len() >= refused.len()
+            && slots.iter().zip(refused).all(|(wanted, refused)| wanted >= refused)
         {
             return Err(why.clone());
         }
         self.carrier = None;
         self.generation += 1;
-        let made = self.carrier_for(device, num_slots, load.bytes);
-        let carrier = made.inspect_err(|why| self.no_room = Some((num_slots, load.bytes, why.clone())))?;
+        let made = self.carrier_for(device, slots.clone());
+        let carrier = made.inspect_err(|why| self.no_room = Some((slots, why.clone())))?;
         self.carrier = Some(carrier);
         Ok(())
     }
 
-    fn carrier_for(&self, device: &Device, num_slots: usize, bytes: usize) -> Result<Carrier, String> {
+    fn carrier_for(&self, device: &Device, slots: Vec<usize>) -> Result<Carrier, String> {
         let available = device.available_host_bytes();
-        let needed = (num_slots * bytes) as u64;
+        let needed = slots.iter().map(|bytes| *bytes as u64).sum();
         if let Some(available) = available.filter(|available| *available < needed) {
             let (is, wanted) = (units::bytes(available), units::bytes(needed));
             return Err(format!("{wanted} of host memory are needed, and {is} are free"));
         }
         let budget = self.policy.pinned_bytes.or(available.map(|bytes| bytes / 2));
-        let pinned = budget.map_or(num_slots, |budget| (budget / bytes.max(1) as u64).min(num_slots as u64) as usize);
-        Carrier::new(device, num_slots, bytes, pinned, self.faults).map_err(|error| format!("{error:#}"))
+        Carrier::new(device, slots, budget.unwrap_or(u64::MAX), self.faults).map_err(|error| format!("{error:#}"))
     }
 
-    /// The second device buffer for what comes back, where there are two: `parts` tensors of `shape`.
-    fn second_buffer(&mut self, device: &Device, shape: &[usize], parts: usize) -> Vec<Tensor> {
-        let bytes = (parts * shape.iter().product::<usize>() * device.dtype().num_bytes()) as u64;
+    /// The second device buffer for what comes back, where there are two: a tensor for each part.
+    fn second_buffer(&mut self, device: &Device, load: &Load) -> Vec<(ActivationPart, Tensor)> {
+        let bytes = load.block_bytes() as u64;
         let (wanted, why) = self.buffers.take().unwrap_or_else(|| self.choose_buffers(device, bytes));
         self.buffers = Some((wanted, why));
         if wanted < 2 {
             return Vec::new();
         }
-        let room = || device.try_empty(MemoryCategory::OffloadBuffers, shape).filter(|_| !self.faults.second_buffer);
-        let second: Vec<Tensor> = (0..parts).map_while(|_| room()).collect();
-        if second.len() < parts {
+        let room = |part: ActivationPart| {
+            let shape = [load.tokens, load.columns[part as usize]];
+            let room = device.try_empty(MemoryCategory::OffloadBuffers, &shape);
+            Some((part, room.filter(|_| !self.faults.second_buffer)?))
+        };
+        let second: Vec<_> = load.parts().map_while(room).collect();
+        if second.len() < load.num_parts() {
             self.drop_second_buffer(format!("there is no memory for a second buffer of {}", units::bytes(bytes)));
             return Vec::new();
         }
@@ -267,8 +297,8 @@ pub(super) struct Travel<'a> {
     offload: MutexGuard<'a, Offload>,
     device: &'a Device,
     load: Load,
-    /// Device buffers that are free.
-    free: Vec<Tensor>,
+    /// Device buffers that are free, of each part.
+    free: [Vec<Tensor>; NUM_PARTS],
     /// Copies back that are under way, the next block's first.
     reloads: VecDeque<(usize, Reload)>,
     /// Copies back that were started.
@@ -278,7 +308,7 @@ pub(super) struct Travel<'a> {
 impl<'a> Travel<'a> {
     /// For a pass over a batch for which [`Offload::prepare`] has made room.
     pub(super) fn new(offload: MutexGuard<'a, Offload>, device: &'a Device, load: Load) -> Self {
-        Self { offload, device, load, free: Vec::new(), reloads: VecDeque::new(), num_reloads: 0 }
+        Self { offload, device, load, free: Default::default(), reloads: VecDeque::new(), num_reloads: 0 }
     }
 
     /// Whether the input of a block leaves.
@@ -305,8 +335,7 @@ impl<'a> Travel<'a> {
         let slot = self.load.slot(block, part);
         let _phase = self.device.clock().enter(Phase::ExposedCopy, Pass::Forward, Some(block as u32));
         // Those of the block before are let go when this block's are all on their way.
-        let parts = self.load.parts;
-        let is_last = part as usize + 1 == parts;
+        let (parts, is_last) = (self.load.num_parts(), self.load.parts().next_back() == Some(part));
         self.with_carrier(|carrier| {
             carrier.leave(slot, x, block as u32)?;
             if is_last {
@@ -325,12 +354,13 @@ impl<'a> Travel<'a> {
         });
     }
 
-    /// The backward pass begins, over inputs of `shape`. The first buffer is the input of the last block, when that block is done; with a second one
-    /// the first copy starts now.
-    pub(super) fn return_into(&mut self, shape: &[usize]) {
-        let second = self.offload.second_buffer(self.device, shape, self.load.parts);
-        self.free.extend(second);
-        if self.offload.faults.memory_for_two && !self.free.is_empty() {
+    /// The backward pass begins. The first buffer is what was kept of the last block, when that block is done; with a second one the first copies start
+    /// now.
+    pub(super) fn come_back(&mut self) {
+        let second = self.offload.second_buffer(self.device, &self.load);
+        let has_two = !second.is_empty();
+        self.free(second);
+        if self.offload.faults.memory_for_two && has_two {
             let error = OutOfMemory { wanted_bytes: 0, free_bytes: 0, category: MemoryCategory::Workspace.name() };
             self.offload.error = Some(error.into());
             return;
@@ -339,9 +369,9 @@ impl<'a> Travel<'a> {
     }
 
     /// The activations of a block, which come in the order of the parts; compute waits for them once.
-    pub(super) fn arrive(&mut self, block: usize, parts: &[ActivationPart]) -> Option<Vec<Tensor>> {
+    pub(super) fn arrive(&mut self, block: usize) -> Option<Vec<Tensor>> {
         let mut reloads = Vec::new();
-        for &part in parts {
+        for part in self.load.parts() {
             let slot = self.load.slot(block, part);
             reloads.push(self.reloads.pop_front().filter(|(of, _)| *of == slot)?.1);
         }
@@ -354,21 +384,29 @@ impl<'a> Travel<'a> {
     }
 
     /// The backward pass of the block that reads these activations is queued: their buffers are free for the next copies.
-    pub(super) fn done(&mut self, activations: impl Iterator<Item = Tensor>) {
-        self.free.extend(activations);
+    pub(super) fn done(&mut self, input: Tensor, Beside { middle, qkv }: Beside) {
+        let parts = PARTS.into_iter().zip([Some(input), middle, qkv]);
+        self.free(parts.filter_map(|(part, tensor)| Some((part, tensor?))));
         self.reload();
+    }
+
+    fn free(&mut self, buffers: impl IntoIterator<Item = (ActivationPart, Tensor)>) {
+        for (part, buffer) in buffers {
+            self.free[part as usize].push(buffer);
+        }
     }
 
     /// Starts copies back into the free buffers, from the highest block down; compute is waited for once.
     fn reload(&mut self) {
         let mut is_first = true;
-        while self.num_reloads < self.load.num_slots()
-            && let Some(buffer) = self.free.pop()
+        let parts: Vec<ActivationPart> = self.load.parts().collect();
+        while self.num_reloads < parts.len() * (self.load.end - self.load.first)
+            && let (blocks, part) = (self.num_reloads / parts.len(), parts[self.num_reloads % parts.len()])
+            && let Some(buffer) = self.free[part as usize].pop()
         {
-            let (blocks, part) = (self.num_reloads / self.load.parts, self.num_reloads % self.load.parts);
             self.num_reloads += 1;
             let block = self.load.end - 1 - blocks;
-            let slot = (block - self.load.first) * self.load.parts + part;
+            let slot = self.load.slot(block, part);
             let reload = self.with_carrier(|carrier| match is_first {
                 true => carrier.reload(slot, buffer, block as u32),
                 false => carrier.reload_behind(slot, buffer, block as u32),
@@ -402,30 +440,23 @@ pub(super) enum Activation {
 pub(super) fn arrive(
     block: &Block,
     x: Activation,
-    middle: Option<Activation>,
+    beside: Beside<Activation>,
     travel: &mut Option<&mut Travel<'_>>,
-) -> Option<(Tensor, Option<Tensor>)> {
-    let parts = match &middle {
-        None => &[ActivationPart::Input][..],
-        Some(_) => &[ActivationPart::Input, ActivationPart::Middle],
-    };
+) -> Option<(Tensor, Beside)> {
     let mut away = match x {
         Activation::Here(_) => Vec::new(),
         // What is kept of a block travels together.
-        Activation::Away => travel.as_mut()?.arrive(block.index as usize, parts)?,
+        Activation::Away => travel.as_mut()?.arrive(block.index as usize)?,
     }
     .into_iter();
     let mut here = |activation| match activation {
         Activation::Here(tensor) => Some(tensor),
         Activation::Away => away.next(),
     };
-    Some((
-        here(x)?,
-        match middle {
-            None => None,
-            Some(middle) => Some(here(middle)?),
-        },
-    ))
+    let x = here(x)?;
+    let mut part =
+        |activation: Option<Activation>| activation.map_or(Some(None), |activation| here(activation).map(Some));
+    Some((x, Beside { middle: part(beside.middle)?, qkv: part(beside.qkv)? }))
 }
 
 impl Drop for Travel<'_> {
@@ -493,9 +524,15 @@ impl Transformer {
 
     /// What batches of `tokens` tokens ask of the carrier.
     fn load_of(&self, tokens: usize) -> Load {
-        let bytes = tokens * self.config.hidden_size * self.device.dtype().num_bytes();
-        let parts = if self.keeps_middle() { 2 } else { 1 };
-        Load { tokens, bytes, parts, first: self.first_trained_block(), end: self.blocks.len().saturating_sub(1) }
+        let (hidden, beside) = (self.config.hidden_size, self.keeps_beside());
+        let qkv = self.blocks.first().map_or(0, |block| block.self_attn.shape.qkv_width());
+        Load {
+            tokens,
+            columns: [hidden, if beside.middle { hidden } else { 0 }, if beside.qkv { qkv } else { 0 }],
+            value_bytes: self.device.dtype().num_bytes(),
+            first: self.first_trained_block(),
+            end: self.blocks.len().saturating_sub(1),
+        }
     }
 
     /// The carrier for a pass over `batch`, where its activations are offloaded.

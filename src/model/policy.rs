@@ -66,10 +66,28 @@ pub struct MemoryPolicy {
     pub dequantized: Dequantized,
     /// Whether blocks that are computed again keep the residual stream between attention and MLP beside their input.
     pub middle: bool,
+    /// Whether they keep queries, keys and values as well.
+    pub qkv: bool,
     /// Most rows (tokens) that the MLP of a block takes at one time where its activations are not kept; 0: all of a pass.
     pub mlp_rows: usize,
     /// Most tokens of a pass into which packs of a step are joined; 0: each pack has a pass of its own.
     pub pass_tokens: usize,
+}
+
+impl MemoryPolicy {
+    /// What blocks that are computed again keep beside their input.
+    pub fn kept_parts(&self) -> KeptParts {
+        KeptParts { middle: self.middle, qkv: self.qkv }
+    }
+}
+
+/// Which activations of a block are kept beside its input where the rest is computed again: for each a product less.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct KeptParts {
+    /// The residual stream between attention and MLP: attention's output projection is not computed again.
+    pub middle: bool,
+    /// Queries, keys and values: their projection is not computed again.
+    pub qkv: bool,
 }
 
 /// How attention knows which tokens of a pack see each other. Both give the same, up to the order of sums.

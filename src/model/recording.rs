@@ -15,7 +15,7 @@ use anyhow::Context as _;
 use super::batch::DeviceBatch;
 use super::block::Block;
 use super::metadata::SequenceMetadata;
-use super::policy::{Activations, AttentionPath, OffloadPolicy, Routing};
+use super::policy::{Activations, AttentionPath, KeptParts, OffloadPolicy, Routing};
 use super::transformer::{BlockRun, PassOptions, Transformer};
 use crate::base::error::Result;
 use crate::layers::parameter::Grads;
@@ -44,8 +44,8 @@ struct Kind {
     activations: Activations,
     attention: AttentionPath,
     mlp_rows: usize,
-    /// Whether the residual stream between attention and MLP is kept.
-    middle: bool,
+    /// What is kept of blocks beside their input.
+    beside: KeptParts,
     /// With offload: how, and with which memory.
     offload: Option<(OffloadPolicy, u64)>,
 }
@@ -174,8 +174,8 @@ impl Transformer {
             (offload.policy(), offload.generation())
         });
         let (total_tokens, mlp_rows) = (batch.total_tokens(), self.mlp_rows());
-        let middle = self.keeps_middle();
-        let kind = Kind { total_tokens, activations: options.activations, attention, mlp_rows, middle, offload };
+        let beside = self.keeps_beside();
+        let kind = Kind { total_tokens, activations: options.activations, attention, mlp_rows, beside, offload };
         // A device that has failed does nothing until the step ends, whichever way.
         let usable = recordings.unused.is_none() && !gpu.has_failed();
         let Some(place) = usable.then(|| recordings.place(kind)).flatten() else {
@@ -298,7 +298,7 @@ mod tests {
             total_tokens,
             activations: Activations::Keep,
             attention: AttentionPath::Varlen,
-            middle: false,
+            beside: KeptParts::default(),
             mlp_rows: 0,
             offload: None,
         }

@@ -6,12 +6,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use anyhow::ensure;
 
 use super::batch::DeviceBatch;
-use super::block::{Block, BlockSaved, Leave, Left, Tiling};
+use super::block::{Beside, Block, BlockSaved, Leave, Left, Tiling};
 use super::config::ModelConfig;
 use super::lora::LoraSpec;
 use super::metadata::{CacheCounts, CacheEntry, MetadataCache, MetadataPolicy, SequenceMetadata};
 use super::offload::{Activation, ActivationPart, Offload, Travel, arrive};
-use super::policy::{Activations, AttentionPath, Dequantized, Placement, WeightFormat};
+use super::policy::{Activations, AttentionPath, Dequantized, KeptParts, Placement, WeightFormat};
 use super::rotary;
 use super::skeleton::{Skeleton, TIED, skeleton};
 use crate::base::error::Result;
@@ -41,7 +41,7 @@ pub struct Transformer {
     embedding_refused: Option<String>,
     attention_path: AttentionPath,
     mlp_rows: usize,
-    keeps_middle: bool,
+    keeps_beside: KeptParts,
     metadata: MetadataCache,
     pub(super) routing: Routing,
     /// How often experts were chosen since that was cleared: f32 [layers with experts, E].
@@ -101,8 +101,8 @@ pub(super) struct BlockRun<'a> {
 /// What a block left for its backward pass.
 pub(super) struct Kept {
     x: Activation,
-    /// Residual stream between attention and MLP, where that is kept beside the input.
-    middle: Option<Activation>,
+    /// What is kept beside the input.
+    beside: Beside<Activation>,
     /// With the metadata that it was made with.
     saved: Option<(BlockSaved, Arc<SequenceMetadata>)>,
 }
@@ -127,7 +127,7 @@ impl Transformer {
             embedding_refused,
             attention_path: AttentionPath::default(),
             mlp_rows: 0,
-            keeps_middle: false,
+            keeps_beside: KeptParts::default(),
             metadata: MetadataCache::new(MetadataPolicy::default(), config.windows().len()),
             routing: Routing::default(),
             expert_counts: config.moe.as_ref().map(|moe| {
@@ -230,15 +230,15 @@ impl Transformer {
         self.mlp_rows = mlp_rows;
     }
 
-    /// Sets whether blocks that are computed again keep the residual stream between attention and MLP beside their input, in every pass from now on: a
-    /// product less for another activation. A new model's do not.
-    pub fn set_keeps_middle(&mut self, keeps_middle: bool) {
-        self.keeps_middle = keeps_middle;
+    /// Sets what blocks that are computed again keep beside their input, in every pass from now on: a product less for each activation. A new model's
+    /// keep nothing more.
+    pub fn set_keeps_beside(&mut self, keeps_beside: KeptParts) {
+        self.keeps_beside = keeps_beside;
     }
 
-    /// What [`Self::set_keeps_middle`] set.
-    pub(super) fn keeps_middle(&self) -> bool {
-        self.keeps_middle
+    /// What [`Self::set_keeps_beside`] set.
+    pub(super) fn keeps_beside(&self) -> KeptParts {
+        self.keeps_beside
     }
 
     /// What [`Self::set_mlp_rows`] set.
@@ -370,10 +370,9 @@ impl Transformer {
                 }
             }
             let leave = match activations {
-                _ if i < first => Leave::Nothing,
+                _ if i < first => Leave::Beside(KeptParts::default()),
                 Activations::Keep => Leave::Everything,
-                Activations::Recompute | Activations::Offload if self.keeps_middle => Leave::Middle,
-                Activations::Recompute | Activations::Offload => Leave::Nothing,
+                Activations::Recompute | Activations::Offload => Leave::Beside(self.keeps_beside),
             };
             let metadata = metadata(block, Pass::Forward);
             let (out, left) = block.forward(ctx, metadata.sequences(batch), &x, leave, self.mlp_rows);
@@ -386,13 +385,12 @@ impl Transformer {
                         Activation::Away
                     }
                 };
-                let (middle, saved) = match left {
-                    Left::Nothing => (None, None),
-                    Left::Middle(middle) => (Some(middle), None),
-                    Left::Everything(saved) => (None, Some((*saved, metadata))),
+                let (beside, saved) = match left {
+                    Left::Beside(beside) => (beside, None),
+                    Left::Everything(saved) => (Beside::default(), Some((*saved, metadata))),
                 };
                 let x = keep(ActivationPart::Input, input);
-                kept.push(Kept { x, middle: middle.map(|middle| keep(ActivationPart::Middle, middle)), saved });
+                kept.push(Kept { x, beside: beside.map(keep), saved });
             }
         }
         if let Some(travel) = travel {
@@ -440,7 +438,7 @@ impl Transformer {
     ) -> Option<()> {
         let BlockRun { ctx, batch, metadata, stopped } = run;
         if let Some(travel) = &mut travel {
-            travel.return_into(&[batch.total_tokens(), self.config.hidden_size]);
+            travel.come_back();
             if travel.has_failed() {
                 return None;
             }
@@ -451,22 +449,22 @@ impl Transformer {
         let keep = if travel.is_some() || is_split { Keep::Longest } else { Keep::Inputs };
         let first = self.first_trained_block();
         let embedding_trains = self.params.is_trainable(self.embed_tokens.weight);
-        for (block, Kept { x, middle, saved }) in self.blocks[first..].iter().zip(kept).rev() {
+        for (block, Kept { x, beside, saved }) in self.blocks[first..].iter().zip(kept).rev() {
             if stopped() {
                 return None;
             }
-            let (x, middle) = arrive(block, x, middle, &mut travel)?;
+            let (x, beside) = arrive(block, x, beside, &mut travel)?;
             // What is computed again reads the same matrices as the backward pass after it: worth keeping where they are not most of what is held.
             let _held = (saved.is_none() && !is_split).then(|| block.hold(ctx));
             let (saved, metadata) = saved.unwrap_or_else(|| {
                 let metadata = metadata(block, Pass::Backward);
                 let _phase = self.device.clock().enter(Phase::Recompute, Pass::Backward, Some(block.index));
-                (block.recompute(ctx, metadata.sequences(batch), &x, middle, keep), metadata)
+                (block.recompute(ctx, metadata.sequences(batch), &x, beside, keep), metadata)
             });
             let need_dx = embedding_trains || block.index as usize > first;
-            let middle = block.backward(ctx, grads, metadata.sequences(batch), &x, saved, dx, need_dx, mlp_rows);
+            let beside = block.backward(ctx, grads, metadata.sequences(batch), &x, saved, dx, need_dx, mlp_rows);
             if let Some(travel) = &mut travel {
-                travel.done([Some(x), middle].into_iter().flatten());
+                travel.done(x, beside);
             }
         }
         Some(())
@@ -510,7 +508,7 @@ impl Transformer {
                 return None;
             }
             let metadata = self.metadata(batch, block.window, Pass::Forward);
-            x = block.forward(ctx, metadata.sequences(batch), &x, Leave::Nothing, self.mlp_rows).0;
+            x = block.forward(ctx, metadata.sequences(batch), &x, Leave::Beside(KeptParts::default()), self.mlp_rows).0;
         }
         Some(x)
     }

@@ -245,7 +245,7 @@ impl Bench {
                 || matches!(self.device, Device::Cpu(_))
                 || switches.memory == MemoryPolicy::default(),
             "with --activations auto the memory plan says where things lie and how much is worked on at one time: leave out \
-             --embedding, --optimizer-state, --dequantized, --middle, --mlp-rows and --pass-tokens, or name the activations"
+             --embedding, --optimizer-state, --dequantized, --middle, --qkv, --mlp-rows and --pass-tokens, or name the activations"
         );
         let plan = match &self.device {
             Device::Cpu(_) => None,

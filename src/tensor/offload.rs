@@ -37,8 +37,8 @@ pub struct Faults {
 pub struct Carrier {
     device: Device,
     form: Form,
-    num_slots: usize,
-    slot_bytes: usize,
+    /// Bytes of each slot.
+    slots: Vec<usize>,
     faults: Faults,
     /// Activations whose copies to the host may be under way, the first one first.
     leaving: VecDeque<(usize, Leaving)>,
@@ -81,28 +81,32 @@ enum ReloadForm {
 }
 
 impl Carrier {
-    /// `num_slots` slots of `slot_bytes` bytes; on a GPU `pinned` of them page-locked at most.
+    /// Slots of so many bytes each; on a GPU `pinned` bytes of them page-locked at most, the first ones.
     ///
     /// # Errors
     /// When there is no host memory for them, or on a GPU no page-locked memory at all.
-    pub fn new(device: &Device, num_slots: usize, slot_bytes: usize, pinned: usize, faults: Faults) -> Result<Self> {
-        let pinned = pinned.min(faults.pinned_from.unwrap_or(usize::MAX));
+    pub fn new(device: &Device, slots: Vec<usize>, pinned: u64, faults: Faults) -> Result<Self> {
+        let upto = slots.iter().scan(0, |sum, &bytes| {
+            *sum += bytes as u64;
+            Some(*sum)
+        });
+        let pinned = upto.take_while(|sum| *sum <= pinned).count().min(faults.pinned_from.unwrap_or(usize::MAX));
         let form = match device {
-            Device::Cpu(_) if num_slots > pinned => bail!("there is no host memory for {num_slots} activations"),
-            Device::Cpu(_) => Form::Cpu(CpuLanes::new(num_slots, slot_bytes / size_of::<f32>())?),
-            Device::Cuda(gpu) => Form::Cuda(CudaSlots::new(gpu, num_slots, slot_bytes, pinned, faults.ring)?),
+            Device::Cpu(_) if slots.len() > pinned => bail!("there is no host memory for {} activations", slots.len()),
+            Device::Cpu(_) => Form::Cpu(CpuLanes::new(&slots)?),
+            Device::Cuda(gpu) => Form::Cuda(CudaSlots::new(gpu, &slots, pinned, faults.ring)?),
         };
-        Ok(Self { device: device.clone(), form, num_slots, slot_bytes, faults, leaving: VecDeque::new() })
+        Ok(Self { device: device.clone(), form, slots, faults, leaving: VecDeque::new() })
     }
 
-    /// Whether `num_slots` activations of `bytes` bytes have room.
-    pub fn has_room(&self, num_slots: usize, bytes: usize) -> bool {
-        num_slots <= self.num_slots && bytes <= self.slot_bytes
+    /// Whether activations of so many bytes each have room.
+    pub fn has_room(&self, slots: &[usize]) -> bool {
+        slots.len() <= self.slots.len() && slots.iter().zip(&self.slots).all(|(wanted, bytes)| wanted <= bytes)
     }
 
     /// Host memory, in bytes.
     pub fn host_bytes(&self) -> u64 {
-        (self.num_slots * self.slot_bytes) as u64
+        self.slots.iter().map(|bytes| *bytes as u64).sum()
     }
 
     /// Slots in pageable memory, which a thread serves.
@@ -247,15 +251,15 @@ fn copying(lane: LaneKind, layer: u32, bytes: usize) -> Copying {
 }
 
 impl CpuLanes {
-    fn new(num_slots: usize, slot_len: usize) -> Result<Self> {
-        let slot = |_| {
-            let mut memory = Vec::new();
+    fn new(slots: &[usize]) -> Result<Self> {
+        let slot = |bytes: &usize| {
+            let (slot_len, mut memory) = (bytes / size_of::<f32>(), Vec::new());
             memory.try_reserve_exact(slot_len).context("there is no host memory for activations")?;
             memory.resize(slot_len, 0.0);
             Ok(Arc::new(Mutex::new(memory)))
         };
         Ok(Self {
-            slots: (0..num_slots).map(slot).collect::<Result<_>>()?,
+            slots: slots.iter().map(slot).collect::<Result<_>>()?,
             d2h: CopyLane::new("d2h")?,
             h2d: CopyLane::new("h2d")?,
             done: Arc::default(),
@@ -306,7 +310,7 @@ mod tests {
     #[test]
     fn what_leaves_comes_back_in_any_order_and_its_copies_are_spans() {
         let device = cpu(1);
-        let mut carrier = Carrier::new(&device, 3, 24, 3, Faults::default()).unwrap();
+        let mut carrier = Carrier::new(&device, vec![24; 3], u64::MAX, Faults::default()).unwrap();
         device.clock().begin_step(true, 0.0);
         for slot in 0..3 {
             let x = tensor(&device, slot as f32);
@@ -329,20 +333,22 @@ mod tests {
     #[test]
     fn a_carrier_has_room_for_what_it_was_made_for() {
         let device = cpu(1);
-        let carrier = Carrier::new(&device, 2, 24, 2, Faults::default()).unwrap();
-        assert!(carrier.has_room(2, 24) && carrier.has_room(1, 8));
-        assert!(!carrier.has_room(3, 24) && !carrier.has_room(2, 28));
-        assert_eq!((carrier.host_bytes(), carrier.num_pageable()), (48, 0));
+        let carrier = Carrier::new(&device, vec![24, 36], 60, Faults::default()).unwrap();
+        assert!(carrier.has_room(&[24, 36]) && carrier.has_room(&[8]));
+        assert!(!carrier.has_room(&[24; 3]) && !carrier.has_room(&[28]) && !carrier.has_room(&[24, 40]));
+        assert_eq!((carrier.host_bytes(), carrier.num_pageable()), (60, 0));
+        let error = Carrier::new(&device, vec![24, 36], 59, Faults::default()).unwrap_err();
+        assert_eq!(error.to_string(), "there is no host memory for 2 activations");
     }
 
     #[test]
     fn refusals_and_failing_copies_say_what_failed() {
         let device = cpu(1);
         let refused = Faults { pinned_from: Some(1), ..Faults::default() };
-        let error = Carrier::new(&device, 2, 24, 2, refused).unwrap_err();
+        let error = Carrier::new(&device, vec![24; 2], u64::MAX, refused).unwrap_err();
         assert_eq!(error.to_string(), "there is no host memory for 2 activations");
         let faults = Faults { store_to: Some(1), ..Faults::default() };
-        let mut carrier = Carrier::new(&device, 2, 24, 2, faults).unwrap();
+        let mut carrier = Carrier::new(&device, vec![24; 2], u64::MAX, faults).unwrap();
         carrier.store(0, &tensor(&device, 1.0), 4).unwrap();
         let error = carrier.store(1, &tensor(&device, 1.0), 5).unwrap_err();
         assert_eq!(error.to_string(), "copying the input of block 5 to host memory failed");

@@ -363,6 +363,8 @@ pub struct MemoryConfig {
     pub dequantized: DequantizedChoice,
     /// Whether blocks that are computed again keep the residual stream between attention and MLP beside their input: a product less for an activation.
     pub middle: Switch,
+    /// Whether they keep queries, keys and values as well: a product less for an activation that is a little larger.
+    pub qkv: Switch,
     /// Most tokens that the MLP of a block takes at one time; 0 leaves it to Tandem.
     pub mlp_rows: usize,
     /// Most tokens of a pass into which packs of a step are joined; 0 leaves it to Tandem.
@@ -380,6 +382,7 @@ impl MemoryConfig {
                 DequantizedChoice::Resident => Dequantized::Resident,
             },
             middle: self.middle == Switch::On,
+            qkv: self.qkv == Switch::On,
             mlp_rows: self.mlp_rows,
             pass_tokens: self.pass_tokens,
         }

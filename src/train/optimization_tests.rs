@@ -62,39 +62,43 @@ fn bits(reports: &[StepReport]) -> Vec<[u64; 2]> {
     reports.iter().map(|report| [report.loss.to_bits(), report.grad_norm.to_bits()]).collect()
 }
 
-/// What blocks keep, buffers for what comes back, and whether the residual stream between attention and MLP is kept.
-const WAYS: [(Activations, usize, bool); 7] = [
-    (Activations::Keep, 0, false),
-    (Activations::Recompute, 0, false),
-    (Activations::Recompute, 0, true),
-    (Activations::Offload, 1, false),
-    (Activations::Offload, 1, true),
-    (Activations::Offload, 2, false),
-    (Activations::Offload, 2, true),
+/// What blocks keep, buffers for what comes back, and what is kept beside inputs: the residual stream between attention and MLP, and q, k and v.
+const WAYS: [(Activations, usize, [bool; 2]); 10] = [
+    (Activations::Keep, 0, [false, false]),
+    (Activations::Recompute, 0, [false, false]),
+    (Activations::Recompute, 0, [true, false]),
+    (Activations::Recompute, 0, [false, true]),
+    (Activations::Offload, 1, [false, false]),
+    (Activations::Offload, 1, [true, true]),
+    (Activations::Offload, 2, [false, false]),
+    (Activations::Offload, 2, [true, false]),
+    (Activations::Offload, 2, [false, true]),
+    (Activations::Offload, 2, [true, true]),
 ];
 
 #[test]
 fn no_switch_changes_a_bit_of_twenty_steps() {
     for method in [MethodKind::Lora, MethodKind::Full] {
         for attention in [AttentionPath::Varlen, AttentionPath::Masked] {
-            let of = |activations, buffers, middle, metadata| Switches {
+            let of = |activations, buffers, [middle, qkv]: [bool; 2], metadata| Switches {
                 activations,
                 attention,
                 metadata: MetadataPolicy { metadata, capacity: 0 },
                 routing: Routing::default(),
                 offload: offload(buffers),
                 cuda_graphs: true,
-                memory: MemoryPolicy { middle, ..MemoryPolicy::default() },
+                memory: MemoryPolicy { middle, qkv, ..MemoryPolicy::default() },
             };
             let run = |switches| bits(&steps(&mut trainer(&cpu(2), method, switches), 20));
-            let reference = run(of(Activations::Keep, 0, false, Metadata::Cached));
+            let reference = run(of(Activations::Keep, 0, [false, false], Metadata::Cached));
             // What trains makes no difference to metadata: once is enough.
             let all = &[Metadata::Cached, Metadata::Fused, Metadata::Published];
             for &metadata in if method == MethodKind::Lora { &all[..] } else { &all[..1] } {
-                for (activations, buffers, middle) in WAYS.into_iter().filter(|way| !way.2 || metadata == all[0]) {
-                    let got = run(of(activations, buffers, middle, metadata));
+                let ways = WAYS.into_iter().filter(|way| way.2 == [false, false] || metadata == all[0]);
+                for (activations, buffers, beside) in ways {
+                    let got = run(of(activations, buffers, beside, metadata));
                     let what = format!(
-                        "{method:?}, {attention:?}, {activations:?}, {buffers} buffers, middle {middle}, {metadata:?}"
+                        "{method:?}, {attention:?}, {activations:?}, {buffers} buffers, beside {beside:?}, {metadata:?}"
                     );
                     assert_eq!(got, reference, "{what}");
                 }

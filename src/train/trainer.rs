@@ -189,7 +189,7 @@ impl Trainer {
             self.setup.switches;
         self.model.set_routing(routing);
         self.model.set_mlp_rows(memory.mlp_rows);
-        self.model.set_keeps_middle(memory.middle);
+        self.model.set_keeps_beside(memory.kept_parts());
         self.model.set_attention_path(attention);
         self.model.set_metadata_policy(metadata);
         self.model.set_offload_policy(offload);

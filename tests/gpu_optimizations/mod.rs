@@ -67,16 +67,19 @@ fn no_switch_changes_a_bit_of_twenty_steps() {
         for attention in [AttentionPath::Varlen, AttentionPath::Masked] {
             let mut reference = None;
             for metadata in [Metadata::Cached, Metadata::Fused, Metadata::Published] {
-                for (activations, buffers, middle) in [
-                    (Activations::Keep, 0, false),
-                    (Activations::Recompute, 0, false),
-                    (Activations::Recompute, 0, true),
-                    (Activations::Offload, 1, false),
-                    (Activations::Offload, 1, true),
-                    (Activations::Offload, 2, false),
-                    (Activations::Offload, 2, true),
+                for (activations, buffers, [middle, qkv]) in [
+                    (Activations::Keep, 0, [false, false]),
+                    (Activations::Recompute, 0, [false, false]),
+                    (Activations::Recompute, 0, [true, false]),
+                    (Activations::Recompute, 0, [true, true]),
+                    (Activations::Offload, 1, [false, false]),
+                    (Activations::Offload, 1, [true, true]),
+                    (Activations::Offload, 2, [false, false]),
+                    (Activations::Offload, 2, [true, false]),
+                    (Activations::Offload, 2, [false, true]),
+                    (Activations::Offload, 2, [true, true]),
                 ] {
-                    if middle && metadata != Metadata::Cached {
+                    if (middle || qkv) && metadata != Metadata::Cached {
                         continue;
                     }
                     for cuda_graphs in [false, true] {
@@ -87,7 +90,7 @@ fn no_switch_changes_a_bit_of_twenty_steps() {
                             routing: Routing::default(),
                             offload: offload(buffers),
                             cuda_graphs,
-                            memory: MemoryPolicy { middle, ..MemoryPolicy::default() },
+                            memory: MemoryPolicy { middle, qkv, ..MemoryPolicy::default() },
                         };
                         let (trainer, reports) = run(&family, &device, switches, Faults::default(), 20);
                         let got = bits(&reports);
@@ -276,7 +279,7 @@ fn a_carrier_brings_back_what_left_through_pages_and_through_the_ring() {
         words.take(rows * cols).map(|word| unit_f32(word) - 0.5).collect::<Vec<f32>>()
     };
     for pinned in [3, 1, 0] {
-        let mut carrier = Carrier::new(&device, 3, bytes, pinned, Faults::default()).unwrap();
+        let mut carrier = Carrier::new(&device, vec![bytes; 3], (pinned * bytes) as u64, Faults::default()).unwrap();
         assert_eq!(carrier.num_pageable(), 3 - pinned);
         let mut want = Vec::new();
         for slot in 0..3 {

@@ -162,7 +162,7 @@ pub(super) fn settings([a, b]: [&Switches; 2]) -> Vec<Setting> {
 }
 
 /// Switches as fields of `run.toml` with their values as TOML.
-fn fields(switches: &Switches) -> [(&'static str, String); 15] {
+fn fields(switches: &Switches) -> [(&'static str, String); 16] {
     let Switches { activations, attention, metadata, routing, offload, cuda_graphs, memory } = switches;
     let word = |word: &str| format!("\"{word}\"");
     let activations = match activations {
@@ -195,6 +195,7 @@ fn fields(switches: &Switches) -> [(&'static str, String); 15] {
         ("memory.embedding", word(place(memory.embedding))),
         ("memory.optimizer_state", word(place(memory.optimizer_state))),
         ("memory.middle", word(if memory.middle { "on" } else { "off" })),
+        ("memory.qkv", word(if memory.qkv { "on" } else { "off" })),
         ("memory.dequantized", word(if memory.dequantized == Dequantized::Resident { "resident" } else { "scratch" })),
     ]
 }

@@ -268,10 +268,13 @@ fn memory(config: &RunConfig, check: &mut Checker) {
             "`dequantized` in [memory] is about weights in 4 bits, and there are none with this kind of [method]";
         check.add("memory.dequantized", problem, "remove it: what trains is not kept in 4 bits");
     }
-    if config.memory.middle == Switch::On && config.train.activations == ActivationsChoice::Keep {
-        let problem =
-            "`middle` in [memory] is about blocks that are computed again, and activations = \"keep\" keeps everything";
-        check.add("memory.middle", problem, "remove one of them");
+    for (name, switch) in [("middle", config.memory.middle), ("qkv", config.memory.qkv)] {
+        if switch == Switch::On && config.train.activations == ActivationsChoice::Keep {
+            let problem = format!(
+                "`{name}` in [memory] is about blocks that are computed again, and activations = \"keep\" keeps everything"
+            );
+            check.add(&format!("memory.{name}"), &problem, "remove one of them");
+        }
     }
 }
 
@@ -342,6 +345,10 @@ mod tests {
             }),
             ("memory.middle", |c| {
                 c.memory.middle = Switch::On;
+                c.train.activations = ActivationsChoice::Keep;
+            }),
+            ("memory.qkv", |c| {
+                c.memory.qkv = Switch::On;
                 c.train.activations = ActivationsChoice::Keep;
             }),
         ];

@@ -129,6 +129,7 @@ pub const FIELDS: &[Field] = &[
     field("memory", "optimizer_state", FieldKind::Choice(PLACEMENTS)),
     field("memory", "dequantized", FieldKind::Choice(&["auto", "scratch", "resident"])),
     field("memory", "middle", FieldKind::Choice(&["auto", "on", "off"])),
+    field("memory", "qkv", FieldKind::Choice(&["auto", "on", "off"])),
     field("memory", "mlp_rows", FieldKind::Integer),
     field("memory", "pass_tokens", FieldKind::Integer),
 ];

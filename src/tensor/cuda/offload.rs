@@ -121,14 +121,14 @@ impl Pieces {
 }
 
 impl CudaSlots {
-    /// `count` slots of `bytes` bytes: the first `pinned` of them page-locked as far as the driver allows, the others pageable.
+    /// Slots of so many bytes each: the first `pinned` of them page-locked as far as the driver allows, the others pageable.
     ///
     /// # Errors
     /// When the driver refuses even the ring, or events.
-    pub fn new(gpu: &Gpu, count: usize, bytes: usize, pinned: usize, ring_refused: bool) -> Result<Self> {
+    pub fn new(gpu: &Gpu, slots: &[usize], pinned: usize, ring_refused: bool) -> Result<Self> {
         let driver = gpu.driver();
         let mut refused = false;
-        let slots = (0..count).map(|i| {
+        let slots = slots.iter().enumerate().map(|(i, &bytes)| {
             let buffer = if i < pinned && !refused { PinnedBuffer::new(gpu.pinned(), bytes).ok() } else { None };
             refused |= buffer.is_none();
             let host = match buffer {

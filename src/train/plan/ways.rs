@@ -2,24 +2,33 @@
 
 use super::{Planner, Workload};
 use crate::base::units;
+use crate::model::policy::KeptParts;
 use crate::train::config::{
     Activations, AttentionPath, Dequantized, DequantizedChoice, MemoryPolicy, MethodKind, Placement, PlacementChoice,
     Switch,
 };
 use crate::train::switches::Switches;
 
-/// What blocks keep, the fastest first. The residual stream between attention and MLP is not kept where inputs are offloaded: a second copy a block was
-/// not hidden, and cost more than the product that it saves (docs/experiments.md).
-const KEPT: [fn(&mut Switches); 5] = [
-    |switches| kept(switches, Activations::Keep, false, None),
-    |switches| kept(switches, Activations::Recompute, true, None),
-    |switches| kept(switches, Activations::Recompute, false, None),
-    |switches| kept(switches, Activations::Offload, false, Some(2)),
-    |switches| kept(switches, Activations::Offload, false, Some(1)),
+/// What blocks keep, the fastest first.
+const KEPT: [fn(&mut Switches); 8] = [
+    |switches| kept(switches, Activations::Keep, NOTHING, None),
+    |switches| kept(switches, Activations::Recompute, BOTH, None),
+    |switches| kept(switches, Activations::Recompute, MIDDLE, None),
+    |switches| kept(switches, Activations::Recompute, NOTHING, None),
+    |switches| kept(switches, Activations::Offload, BOTH, Some(2)),
+    |switches| kept(switches, Activations::Offload, MIDDLE, Some(2)),
+    |switches| kept(switches, Activations::Offload, NOTHING, Some(2)),
+    |switches| kept(switches, Activations::Offload, NOTHING, Some(1)),
 ];
 
-fn kept(switches: &mut Switches, activations: Activations, middle: bool, buffers: Option<usize>) {
-    (switches.activations, switches.memory.middle) = (activations, middle);
+/// What is kept beside inputs.
+const NOTHING: KeptParts = KeptParts { middle: false, qkv: false };
+const MIDDLE: KeptParts = KeptParts { middle: true, qkv: false };
+const BOTH: KeptParts = KeptParts { middle: true, qkv: true };
+
+fn kept(switches: &mut Switches, activations: Activations, beside: KeptParts, buffers: Option<usize>) {
+    switches.activations = activations;
+    (switches.memory.middle, switches.memory.qkv) = (beside.middle, beside.qkv);
     switches.offload.buffers = buffers.unwrap_or(switches.offload.buffers);
 }
 
@@ -129,6 +138,9 @@ impl Planner {
         if asked.middle != Switch::Auto {
             memory.middle = set.middle;
         }
+        if asked.qkv != Switch::Auto {
+            memory.qkv = set.qkv;
+        }
         if asked.mlp_rows != 0 {
             memory.mlp_rows = set.mlp_rows;
         }
@@ -150,8 +162,11 @@ impl Planner {
         };
         let mut words = vec![kept.to_owned()];
         let mut add = |text: &str| words.push(text.to_owned());
-        if switches.memory.middle {
-            add("they keep the residual stream between attention and MLP, too");
+        match (switches.memory.middle, switches.memory.qkv) {
+            (true, true) => add("they keep q, k and v and the residual stream between attention and MLP, too"),
+            (true, false) => add("they keep the residual stream between attention and MLP, too"),
+            (false, true) => add("they keep q, k and v, too"),
+            (false, false) => {}
         }
         if self.has_weights_in_4_bits() {
             add(match switches.memory.dequantized {
@@ -199,6 +214,9 @@ impl Planner {
         }
         if switches.memory.middle {
             add("middle = \"on\" in [memory]");
+        }
+        if switches.memory.qkv {
+            add("qkv = \"on\" in [memory]");
         }
         if switches.memory.embedding == Placement::Host {
             add("embedding = \"host\" in [memory]");
