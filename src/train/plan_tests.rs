@@ -301,3 +301,23 @@ fn what_is_not_computed_again_is_kept_where_it_fits_before_blocks_keep_less() {
     assert_eq!(pinned(4) - pinned(5), (blocks - 1) * activation * 3 / 2);
     eprintln!("peak with both {}, middle {}, nothing {}", need(4).peak_bytes, need(5).peak_bytes, need(6).peak_bytes);
 }
+
+#[test]
+fn short_packs_are_joined_into_passes_that_keep_a_gpu_busy_or_nearly() {
+    for (tokens, batches, want) in [
+        (2048, 4, &[8192, 4096, 0][..]),
+        (2048, 2, &[4096, 0]),
+        (3000, 8, &[6000, 0]),
+        (4096, 4, &[8192, 0]),
+        (8192, 4, &[0]),
+        (2048, 1, &[0]),
+    ] {
+        let mut planner = planner(LLAMA_1B, tokens, 1000 * GIB);
+        planner.work.batches = batches;
+        planner.activations = ActivationsChoice::Recompute;
+        let mut passes: Vec<usize> =
+            planner.plan().tried.iter().map(|tried| tried.switches.memory.pass_tokens).collect();
+        passes.dedup();
+        assert_eq!(passes, want, "{batches} packs of {tokens}");
+    }
+}

@@ -50,8 +50,8 @@ const LAST_PLACES: [fn(&mut MemoryPolicy); 4] = [
     |memory| lean(memory, 2048, Placement::Host),
     |memory| lean(memory, 1024, Placement::Host),
 ];
-/// Tokens of a pass that keep a GPU busy: packs that are shorter are joined into such passes, where a step has several.
-const BUSY_TOKENS: usize = 8192;
+/// Tokens of a pass that keep a GPU busy, and of one that nearly does: packs that are shorter are joined into such passes, where a step has several.
+const BUSY_TOKENS: [usize; 2] = [8192, 4096];
 
 fn lean(memory: &mut MemoryPolicy, mlp_rows: usize, optimizer_state: Placement) {
     memory.dequantized = Dequantized::Scratch;
@@ -94,9 +94,14 @@ impl Planner {
     /// Tokens of passes into which packs may be joined, the fastest first; 0 leaves them apart.
     fn passes(&self) -> Vec<usize> {
         let Workload { tokens, batches, .. } = self.work;
-        let joined = BUSY_TOKENS.min(tokens * batches) / tokens.max(1) * tokens;
+        let joined = BUSY_TOKENS.map(|busy| busy.min(tokens * batches) / tokens.max(1) * tokens);
         match &self.memory {
-            Some(asked) if asked.pass_tokens == 0 && self.can_join() && joined > tokens => vec![joined, 0],
+            Some(asked) if asked.pass_tokens == 0 && self.can_join() => {
+                let mut passes: Vec<usize> = joined.into_iter().filter(|joined| *joined > tokens).collect();
+                passes.dedup();
+                passes.push(0);
+                passes
+            }
             _ => vec![self.setup.switches.memory.pass_tokens],
         }
     }
