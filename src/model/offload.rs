@@ -179,7 +179,8 @@ impl Offload {
     pub(super) fn state(&self) -> OffloadState {
         let pageable = self.carrier.as_ref().map_or(0, Carrier::num_pageable);
         let fallback = (pageable > 0).then(|| {
-            format!("{pageable} of {} inputs wait in pageable memory: no more could be page-locked", self.num_blocks)
+            let slots = self.carrier.as_ref().map_or(0, Carrier::num_slots);
+            format!("{pageable} of {slots} activations wait in pageable memory: no more could be page-locked")
         });
         OffloadState {
             buffers: self.buffers.clone(),

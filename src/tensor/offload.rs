@@ -104,6 +104,11 @@ impl Carrier {
         slots.len() <= self.slots.len() && slots.iter().zip(&self.slots).all(|(wanted, bytes)| wanted <= bytes)
     }
 
+    /// Slots that there are.
+    pub fn num_slots(&self) -> usize {
+        self.slots.len()
+    }
+
     /// Host memory, in bytes.
     pub fn host_bytes(&self) -> u64 {
         self.slots.iter().map(|bytes| *bytes as u64).sum()

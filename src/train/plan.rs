@@ -291,6 +291,9 @@ impl Planner {
         let offload = trainer.model().offload_state();
         if switches.activations == Activations::Offload {
             ensure!(offload.refused.is_none(), "{}", offload.refused.unwrap_or_default());
+            // Moving pageable memory costs more than what is kept beside inputs saves.
+            let fallback = offload.fallback.filter(|_| self.keeps_more_than_asked(&switches.memory));
+            ensure!(fallback.is_none(), "{}", fallback.unwrap_or_default());
         }
         let others =
             if trainer.switches().cuda_graphs && trainer.unrecorded().is_none() { OTHER_RECORDINGS } else { 0 };

@@ -321,3 +321,23 @@ fn short_packs_are_joined_into_passes_that_keep_a_gpu_busy_or_nearly() {
         assert_eq!(passes, want, "{batches} packs of {tokens}");
     }
 }
+
+#[test]
+fn what_is_kept_beside_inputs_must_have_room_in_page_locked_memory() {
+    // Half of what is free may be page-locked: inputs of 35 blocks of 64 MiB fit, and queries, keys and values beside them do not.
+    for (asked, qkv) in [(Switch::Auto, false), (Switch::On, true)] {
+        let mut planner = planner(QWEN3_8B, 8192, 1000 * GIB);
+        planner.setup.switches.memory.qkv = qkv;
+        planner.activations = ActivationsChoice::Offload;
+        planner.machine.host_bytes = Some(10 * GIB);
+        let memory = planner.memory.as_mut().unwrap();
+        (memory.middle, memory.qkv) = (Switch::Auto, asked);
+        let plan = planner.plan();
+        let both = |tried: &&Tried| tried.switches.memory.middle && tried.switches.memory.qkv;
+        let tried = plan.tried.iter().find(both).unwrap();
+        let against = tried.against.clone().unwrap_or_default();
+        assert!(against.contains("activations wait in pageable memory"), "{asked:?}: {against}");
+        let chosen = plan.choice().switches.memory;
+        assert_eq!((chosen.middle, chosen.qkv), (!qkv, qkv), "{}", plan.why);
+    }
+}

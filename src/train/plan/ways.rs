@@ -151,6 +151,12 @@ impl Planner {
         }
     }
 
+    /// Whether blocks keep something beside their input that the configuration does not ask for.
+    pub(super) fn keeps_more_than_asked(&self, memory: &MemoryPolicy) -> bool {
+        let Some(asked) = &self.memory else { return false };
+        memory.middle && asked.middle == Switch::Auto || memory.qkv && asked.qkv == Switch::Auto
+    }
+
     fn leaves_open(&self, switches: &Switches) -> bool {
         let buffers = self.setup.switches.offload.buffers;
         let kept = self.activations.fixed().is_none_or(|fixed| fixed == switches.activations);
