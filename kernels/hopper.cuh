@@ -17,10 +17,6 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
 /// Makes initialized barriers known to the copy engine.
 __device__ __forceinline__ void barriers_are_ready() { asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory"); }
 
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
-}
-
 /// Arrives, and lets the barrier wait for so many bytes as well.
 __device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");

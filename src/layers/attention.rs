@@ -67,6 +67,11 @@ impl AttentionSaved {
     pub fn into_qkv(self) -> Tensor {
         self.qkv
     }
+
+    /// Lets [`Attention::backward`] drop queries, keys and values as early as it can, where nobody waits for them.
+    pub fn own_qkv(&mut self) {
+        self.qkv_is_lent = false;
+    }
 }
 
 impl Attention {
@@ -139,8 +144,8 @@ impl Attention {
     }
 
     /// Backward of [`Attention::forward`] but for the residual: from `dy` [T, hidden] with room for adapters ([`Projection::output_shape`]), the
-    /// gradient of its input [T, hidden] if `need_dh`, and queries, keys and values where they were lent. `h` makes that input [T, ≥hidden] again, where it was not kept: it is asked last, when what
-    /// attention itself needs is done with.
+    /// gradient of its input [T, hidden] if `need_dh`, and queries, keys and values where they were lent. `h` makes that input [T, ≥hidden] again,
+    /// where it was not kept: it is asked last, when what attention itself needs is done with.
     ///
     /// Held at most, besides `dy`: q, k and v with their gradients, attention's output and its gradient, and, with norms of q and k, these once more;
     /// for Llama 3 8B's sizes 2·1.5 + 2 = 5 (with norms 6.25) times T×hidden values. Statistics of rows in f32 add 12 bytes a head and row.

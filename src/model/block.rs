@@ -199,17 +199,21 @@ impl Block {
 
     /// What [`Block::forward`] keeps, computed again up to the residual stream before the MLP: the backward pass makes the rest again as it goes. It
     /// follows at once, so what it would have to make again may be kept ([`Keep::Inputs`]), which takes two activations more. `beside` is what
-    /// [`Leave::Beside`] left; [`Self::backward`] gives it back.
+    /// [`Leave::Beside`] left; where it `is_lent`, [`Self::backward`] gives it back.
     pub fn recompute(
         &self,
         ctx: &Context<'_>,
         sequences: Sequences<'_>,
         x: &Tensor,
         beside: Beside,
+        is_lent: bool,
         keep: Keep,
     ) -> BlockSaved {
-        let middle_is_lent = beside.middle.is_some();
-        let (attn, rstd, middle) = self.attend(ctx, sequences, x, beside, keep);
+        let middle_is_lent = is_lent && beside.middle.is_some();
+        let (mut attn, rstd, middle) = self.attend(ctx, sequences, x, beside, keep);
+        if !is_lent {
+            attn.own_qkv();
+        }
         BlockSaved { attn, rstd, middle, middle_is_lent, mlp: SavedOrAgain::Again(keep) }
     }
 
@@ -261,12 +265,12 @@ impl Block {
     /// Backward of [`Block::forward`]: turns the gradient of the output into that of `x`, in the first columns of `dx`
     /// [T, ≥ [`Self::gradient_columns`]]. Without `need_dx` the result is not that gradient, and the work for it is not done: nothing before
     /// this block trains. After [`Self::recompute`] the MLP runs over tiles of at most `mlp_rows` rows (0: over all at once), forward and backward, and
-    /// what that was given comes back.
+    /// what was lent to that comes back.
     ///
     /// With tiles of few rows and [`Keep::Longest`], most is held in the backward pass of attention itself: `x` and `dx` besides what
-    /// [`Attention::backward`] counts, for Llama 3 8B's sizes 7 (with norms of q and k 8.25) T×hidden values; activations that come back from the
-    /// host into a second buffer take one more. The MLP's tiles run beside `x`, `dx`, the residual stream before them and what attention saved: 5.5
-    /// (6.75).
+    /// [`Attention::backward`] counts, for Llama 3 8B's sizes 7 (with norms of q and k 8.25) T×hidden values; what comes back from the host into a second
+    /// buffer takes one more, or as many as are kept of a block. The MLP's tiles run beside `x`, `dx`, the residual stream before them and what attention
+    /// saved: 5.5 (6.75).
     #[expect(clippy::too_many_arguments, reason = "the operands of one formula")]
     pub fn backward(
         &self,

@@ -245,6 +245,15 @@ impl ModelConfig {
         out
     }
 
+    /// Weights of a block's linear layers that a token meets: of experts those that it goes to, and their router.
+    pub fn active_weights(&self, layer: usize) -> usize {
+        let inner = match self.experts(layer) {
+            None => 3 * self.intermediate_size,
+            Some(moe) => 3 * moe.num_experts_per_tok * moe.moe_intermediate_size + moe.num_experts,
+        };
+        self.hidden_size * (2 * self.q_size() + 2 * self.kv_size() + inner)
+    }
+
     /// Number of parameters; a tied head counts once.
     pub fn num_parameters(&self) -> u64 {
         self.expected_tensors().iter().map(|(_, shape)| shape.iter().map(|&d| d as u64).product::<u64>()).sum()

@@ -93,7 +93,9 @@ pub struct OffloadState {
     pub fallback: Option<String>,
     /// Blocks whose inputs leave.
     pub num_blocks: usize,
-    /// Bytes of a device buffer.
+    /// Activations that leave of each of them.
+    pub parts: usize,
+    /// Bytes of a device buffer: of all that leaves of a block.
     pub buffer_bytes: u64,
     /// Host memory, in bytes.
     pub host_bytes: u64,
@@ -111,6 +113,8 @@ pub(super) struct Offload {
     refused: Option<String>,
     /// Whether a pass of this step carried something, and of how many blocks at most.
     num_blocks: usize,
+    /// Activations of a block that the last pass carried.
+    parts: usize,
     buffer_bytes: usize,
     /// Slots for which there was no host memory, and why.
     no_room: Option<(Vec<usize>, String)>,
@@ -188,6 +192,7 @@ impl Offload {
             refused: self.refused.clone().filter(|_| self.num_blocks == 0),
             fallback,
             num_blocks: self.num_blocks,
+            parts: self.parts,
             buffer_bytes: self.buffer_bytes as u64,
             host_bytes: self.carrier.as_ref().map_or(0, Carrier::host_bytes),
         }
@@ -220,6 +225,7 @@ impl Offload {
             self.generation += 1;
         }
         self.num_blocks = self.num_blocks.max(load.end - load.first);
+        self.parts = load.num_parts();
         true
     }
 

@@ -459,7 +459,7 @@ impl Transformer {
             let (saved, metadata) = saved.unwrap_or_else(|| {
                 let metadata = metadata(block, Pass::Backward);
                 let _phase = self.device.clock().enter(Phase::Recompute, Pass::Backward, Some(block.index));
-                (block.recompute(ctx, metadata.sequences(batch), &x, beside, keep), metadata)
+                (block.recompute(ctx, metadata.sequences(batch), &x, beside, travel.is_some(), keep), metadata)
             });
             let need_dx = embedding_trains || block.index as usize > first;
             let beside = block.backward(ctx, grads, metadata.sequences(batch), &x, saved, dx, need_dx, mlp_rows);

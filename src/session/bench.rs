@@ -444,14 +444,9 @@ fn flops_per_token(config: &ModelConfig, lengths: &[usize], r: Option<usize>) ->
     let attention = [(hidden, q), (hidden, kv), (hidden, kv), (q, hidden)];
     let mlp = [(hidden, inner), (hidden, inner), (inner, hidden)];
     let with_experts = config.moe.as_ref().map_or(0, |moe| moe.layers.iter().filter(|has| **has).count()) as f64;
-    let weights = |linears: &[(f64, f64)]| linears.iter().map(|(a, b)| a * b).sum::<f64>();
     let adapters = |linears: &[(f64, f64)]| linears.iter().map(|(a, b)| r.unwrap_or(0) as f64 * (a + b)).sum::<f64>();
-    let of_experts = config.moe.as_ref().map_or(0.0, |moe| {
-        let active = 3 * moe.num_experts_per_tok * moe.moe_intermediate_size;
-        hidden * (active + moe.num_experts) as f64
-    });
     let dense = layers - with_experts;
-    let all_weights = layers * weights(&attention) + dense * weights(&mlp) + with_experts * of_experts;
+    let all_weights = (0..config.num_hidden_layers).map(|layer| config.active_weights(layer)).sum::<usize>() as f64;
     let all_adapters = layers * adapters(&attention) + dense * adapters(&mlp);
     let of_a_weight = if r.is_some() { 4.0 } else { 6.0 };
     let total: f64 = lengths.iter().map(|&n| n as f64).sum();

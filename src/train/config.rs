@@ -363,7 +363,7 @@ pub struct MemoryConfig {
     pub dequantized: DequantizedChoice,
     /// Whether blocks that are computed again keep the residual stream between attention and MLP beside their input: a product less for an activation.
     pub middle: Switch,
-    /// Whether they keep queries, keys and values as well: a product less for an activation that is a little larger.
+    /// Whether they keep queries, keys and values as well: a product less for an activation that is half as large again, or more.
     pub qkv: Switch,
     /// Most tokens that the MLP of a block takes at one time; 0 leaves it to Tandem.
     pub mlp_rows: usize,

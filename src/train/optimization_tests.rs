@@ -170,6 +170,35 @@ fn offload_is_measured_and_takes_one_activation_for_the_second_buffer() {
         assert!(copies.reload_ms().is_some() && copies.block_backward_ms.is_some());
     }
     assert!(run(Activations::Recompute, 0).copies.is_none());
+    // What is kept beside inputs travels with them: a block comes back as often.
+    let memory = MemoryPolicy { middle: true, qkv: true, ..MemoryPolicy::default() };
+    let switches = Switches { activations: Activations::Offload, offload: offload(2), memory, ..Switches::default() };
+    let copies = steps(&mut trainer(&cpu(1), MethodKind::Lora, switches), 2).pop().unwrap().copies.unwrap();
+    assert!(copies.buffer_bytes > 2 * activation);
+    assert_eq!((copies.blocks, copies.reloads, copies.host_bytes), (4, 8, 4 * copies.buffer_bytes));
+}
+
+#[test]
+fn what_blocks_keep_beside_inputs_changes_no_bit_of_a_gradient() {
+    let batches = batches(&[20, 13, 1]);
+    for activations in [Activations::Recompute, Activations::Offload] {
+        for mlp_rows in [0, 7] {
+            let of = |middle, qkv| {
+                let memory = MemoryPolicy { middle, qkv, mlp_rows, ..MemoryPolicy::default() };
+                let switches = Switches { activations, offload: offload(2), memory, ..Switches::default() };
+                let trainers = trainers_of(&cpu(2), switches).into_iter();
+                trainers.map(|(what, mut trainer)| (what, gradients_of(&mut trainer, &batches))).collect::<Vec<_>>()
+            };
+            let nothing = of(false, false);
+            for (middle, qkv) in [(true, false), (false, true), (true, true)] {
+                for ((what, (loss, gradients, _)), (_, want)) in of(middle, qkv).iter().zip(&nothing) {
+                    let what = format!("{what}, {activations:?}, tiles of {mlp_rows}, middle {middle}, qkv {qkv}");
+                    assert_eq!(loss.to_bits(), want.0.to_bits(), "{what}");
+                    assert_eq!(gradients, &want.1, "{what}");
+                }
+            }
+        }
+    }
 }
 
 #[test]

@@ -175,9 +175,9 @@ impl MoeReport {
 pub struct CopyReport {
     /// Device buffers for what comes back.
     pub buffers: usize,
-    /// Bytes of one of them: one activation (tokens × hidden × bytes a value).
+    /// Bytes of one of them: what travels of a block, its input (tokens × hidden × bytes a value) and what is kept beside it.
     pub buffer_bytes: u64,
-    /// Blocks whose inputs travel.
+    /// Blocks whose inputs travel, and what is kept beside them.
     pub blocks: usize,
     /// Page-locked (CPU: plain) host memory that they wait in, in bytes.
     pub host_bytes: u64,
@@ -193,7 +193,7 @@ pub struct CopyReport {
     pub copy_ms: f64,
     /// Part of it in which compute ran beside, in milliseconds.
     pub hidden_ms: f64,
-    /// Copies back in the step: passes × blocks.
+    /// Times that a block came back in the step: passes × blocks.
     pub reloads: usize,
     /// Mean time of the backward pass of a block that waits for a copy, recomputation included, in milliseconds; `None` when not measured.
     pub block_backward_ms: Option<f64>,
@@ -210,7 +210,7 @@ impl CopyReport {
         self.copy_ms - self.hidden_ms
     }
 
-    /// Mean time of one copy back, in milliseconds: `c` of the formulas.
+    /// Mean time in which a block comes back, in milliseconds: `c` of the formulas.
     pub fn reload_ms(&self) -> Option<f64> {
         (self.reloads > 0).then(|| self.h2d_ms / self.reloads as f64)
     }

@@ -207,6 +207,8 @@ fn cases() -> Vec<(Vec<usize>, usize, usize)> {
         // Several tiles for each multiprocessor.
         ((0..40).map(|i| 100 + i * 37 % 101).collect(), 512, 320),
         (vec![200, 0, 333], 240, 2880),
+        // On Hopper: many tiles for each cluster of the shortest sums that it takes.
+        (vec![700; 80], 512, 72),
         // On Hopper: every width of a tile, for itself and in pairs.
         (vec![150, 0, 90], 512, 320),
         (vec![150, 0, 90], 320, 512),

@@ -52,6 +52,9 @@ const LAST_PLACES: [fn(&mut MemoryPolicy); 4] = [
 ];
 /// Tokens of a pass that keep a GPU busy, and of one that nearly does: packs that are shorter are joined into such passes, where a step has several.
 const BUSY_TOKENS: [usize; 2] = [8192, 4096];
+/// Floating-point operations of a block's forward pass for each byte that leaves it, below which copies are not hidden: what an H200 does while its bus
+/// carries a byte (650 TFLOP/s and 50 GB/s). Cards that compute less for what their bus carries hide more.
+const HIDING_FLOP_A_BYTE: usize = 13_000;
 
 fn lean(memory: &mut MemoryPolicy, mlp_rows: usize, optimizer_state: Placement) {
     memory.dequantized = Dequantized::Scratch;
@@ -78,6 +81,14 @@ impl Planner {
             place(&mut switches.memory);
             switches.memory.pass_tokens = pass_tokens;
             self.keep_what_is_set(&mut switches.memory);
+            if switches.activations == Activations::Keep {
+                // Everything is.
+                (switches.memory.middle, switches.memory.qkv) = (false, false);
+            }
+            let offloads = switches.activations == Activations::Offload;
+            if offloads && self.keeps_more_than_asked(&switches.memory) && !self.hides(&switches.memory) {
+                continue;
+            }
             if switches.activations == Activations::Keep
                 || switches.memory.mlp_rows >= self.work.tokens.max(pass_tokens)
             {
@@ -155,6 +166,15 @@ impl Planner {
     pub(super) fn keeps_more_than_asked(&self, memory: &MemoryPolicy) -> bool {
         let Some(asked) = &self.memory else { return false };
         memory.middle && asked.middle == Switch::Auto || memory.qkv && asked.qkv == Switch::Auto
+    }
+
+    /// Whether what a block keeps can leave beside its forward pass.
+    fn hides(&self, memory: &MemoryPolicy) -> bool {
+        let hidden = self.config.hidden_size;
+        let qkv = self.config.q_size() + 2 * self.config.kv_size();
+        let columns = hidden + if memory.middle { hidden } else { 0 } + if memory.qkv { qkv } else { 0 };
+        let weights = (0..self.config.num_hidden_layers).map(|layer| self.config.active_weights(layer)).min();
+        2 * weights.unwrap_or(0) >= 2 * columns * HIDING_FLOP_A_BYTE
     }
 
     fn leaves_open(&self, switches: &Switches) -> bool {

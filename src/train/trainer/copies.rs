@@ -19,7 +19,7 @@ pub(super) fn copy_report(offload: &OffloadState, spans: &[Span], copied: Copied
             && matches!(span.phase, Phase::Attention | Phase::Mlp | Phase::Moe | Phase::Routing | Phase::Recompute)
             && travels.contains(&span.layer)
     };
-    let reloads = returned.len();
+    let reloads = returned.len() / offload.parts.max(1);
     let backward_ms: f64 = spans.iter().filter(works).map(|span| span.end_ms - span.start_ms).sum();
     CopyReport {
         buffers: offload.buffers.as_ref().map_or(0, |(buffers, _)| *buffers),

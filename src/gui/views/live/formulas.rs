@@ -78,7 +78,7 @@ impl Figures {
     pub fn of(view: &RunView) -> Self {
         let copies = view.last_step().and_then(|step| step.report.copies).map(|report| {
             let passes = report.reloads as f64 / report.blocks.max(1) as f64;
-            let reloads = view.last_spans.as_ref().and_then(|last| Reloads::of(&last.spans));
+            let reloads = view.last_spans.as_ref().and_then(|last| Reloads::of(&last.spans, report.reloads));
             Copies { report, passes, reloads }
         });
         Self { copies, cache: cache(view) }
@@ -172,16 +172,18 @@ impl Copies {
 }
 
 impl Reloads {
-    /// `None` without spans of copies back that name their blocks.
-    fn of(spans: &[Span]) -> Option<Self> {
+    /// Of a step in which `num_blocks` blocks came back, all with as many copies. `None` without spans of copies back that name their blocks.
+    fn of(spans: &[Span], num_blocks: usize) -> Option<Self> {
         let mut reloads: Vec<(u32, &Span)> = spans
             .iter()
             .filter(|span| span.lane == LaneKind::H2d)
             .map(|span| span.layer.map(|layer| (layer, span)))
             .collect::<Option<_>>()?;
         reloads.sort_by(|a, b| a.1.start_ms.total_cmp(&b.1.start_ms));
+        let copies_a_block = reloads.len().checked_div(num_blocks)?.max(1);
+        let first_copies: Vec<(u32, &Span)> = reloads.iter().copied().step_by(copies_a_block).collect();
         // Blocks come back from the last to the first; another pass begins where one does not.
-        let passes: Vec<&[(u32, &Span)]> = reloads.chunk_by(|a, b| b.0 < a.0).collect();
+        let passes: Vec<&[(u32, &Span)]> = first_copies.chunk_by(|a, b| b.0 < a.0).collect();
         let begins: Vec<f64> = passes.iter().map(|pass| pass[0].1.start_ms).collect();
         let mut backward_ms = 0.0;
         for (i, pass) in passes.iter().enumerate() {
@@ -246,7 +248,7 @@ mod tests {
     }
 
     fn figures(buffers: usize, spans: Vec<Span>) -> Figures {
-        let reloads = Reloads::of(&spans);
+        let reloads = Reloads::of(&spans, 3);
         Figures { copies: Some(Copies { report: report(buffers), passes: 1.0, reloads }), cache: None }
     }
 
@@ -292,15 +294,33 @@ mod tests {
     fn every_pass_of_a_step_counts() {
         let later = |s: Span| Span { start_ms: s.start_ms + 100.0, end_ms: s.end_ms + 100.0, ..s };
         let spans: Vec<Span> = overlapped().into_iter().chain(overlapped().into_iter().map(later)).collect();
-        let reloads = Reloads::of(&spans).unwrap();
+        let reloads = Reloads::of(&spans, 6).unwrap();
         assert_eq!((reloads.backward_ms, reloads.hidden_ms, reloads.exposed_ms), (34.0, 8.0, 4.0));
     }
 
     #[test]
+    fn a_block_that_comes_back_in_several_copies_is_one_block() {
+        let parts = |s: Span| match s.lane {
+            LaneKind::H2d => [0.0, 0.5, 1.5].map(|from| Span { start_ms: s.start_ms + from, ..s }).to_vec(),
+            _ => vec![s],
+        };
+        let mut spans: Vec<Span> = overlapped().into_iter().flat_map(parts).collect();
+        let whole = Reloads::of(&overlapped(), 3).unwrap();
+        let of_parts = Reloads::of(&spans, 3).unwrap();
+        let figures = |r: &Reloads| (r.backward_ms, r.hidden_ms, r.exposed_ms);
+        assert_eq!(figures(&of_parts), figures(&whole));
+        // One block alone that travels, in two passes.
+        spans.retain(|span| span.layer == Some(2));
+        let later = |s: &Span| Span { start_ms: s.start_ms + 100.0, end_ms: s.end_ms + 100.0, ..*s };
+        spans.extend(spans.clone().iter().map(later));
+        assert_eq!(figures(&Reloads::of(&spans, 2).unwrap()), (14.0, 0.0, 4.0));
+    }
+
+    #[test]
     fn without_copies_nothing_is_made_up() {
-        assert_eq!(Reloads::of(&[span(LaneKind::Compute, 0, 0.0, 1.0)]), None);
+        assert_eq!(Reloads::of(&[span(LaneKind::Compute, 0, 0.0, 1.0)], 1), None);
         let unnamed = Span { layer: None, ..span(LaneKind::H2d, 0, 0.0, 1.0) };
-        assert_eq!(Reloads::of(&[unnamed]), None);
+        assert_eq!(Reloads::of(&[unnamed], 1), None);
         let figures = Figures::of(&RunView::default());
         assert!(figures.rows().iter().all(|row| row.predicted.is_none() && row.measured.is_none()));
         assert_eq!(figures.rows()[0].missing, NO_COPIES);
