@@ -161,7 +161,7 @@ __device__ __forceinline__ void multiply(const HopperParams& params) {
                                 copy_box(b + HALF * LINE_BYTES, params.b, barrier, depth, tile.column + HALF, tile.group);
                             }
                         } else {
-                            // A loop: unrolled, it needs more registers than this warp has.
+                            // Two or four copies: nothing is gained by unrolling, and this warp has few registers.
                             const int count = tile.stacked ? BLOCKS / 2 : BLOCKS, from = tile.stacked ? rank * count : 0;
 #pragma unroll 1
                             for (int i = from; i < from + count; ++i) {

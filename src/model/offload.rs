@@ -531,11 +531,9 @@ impl Transformer {
 
     /// What batches of `tokens` tokens ask of the carrier.
     fn load_of(&self, tokens: usize) -> Load {
-        let (hidden, beside) = (self.config.hidden_size, self.keeps_beside());
-        let qkv = self.blocks.first().map_or(0, |block| block.self_attn.shape.qkv_width());
         Load {
             tokens,
-            columns: [hidden, if beside.middle { hidden } else { 0 }, if beside.qkv { qkv } else { 0 }],
+            columns: self.keeps_beside().columns(&self.config),
             value_bytes: self.device.dtype().num_bytes(),
             first: self.first_trained_block(),
             end: self.blocks.len().saturating_sub(1),

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::config::ModelConfig;
 pub use crate::layers::moe::Routing;
 
 /// What a block keeps between its forward and its backward pass.
@@ -88,6 +89,14 @@ pub struct KeptParts {
     pub middle: bool,
     /// Queries, keys and values: their projection is not computed again.
     pub qkv: bool,
+}
+
+impl KeptParts {
+    /// Columns of what is kept of a block: its input, middle, and q, k and v; 0 for what is not.
+    pub fn columns(self, config: &ModelConfig) -> [usize; 3] {
+        let qkv = config.q_size() + 2 * config.kv_size();
+        [config.hidden_size, if self.middle { config.hidden_size } else { 0 }, if self.qkv { qkv } else { 0 }]
+    }
 }
 
 /// How attention knows which tokens of a pack see each other. Both give the same, up to the order of sums.

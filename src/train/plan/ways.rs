@@ -3,6 +3,7 @@
 use super::{Planner, Workload};
 use crate::base::units;
 use crate::model::policy::KeptParts;
+use crate::tensor::dtype::DType;
 use crate::train::config::{
     Activations, AttentionPath, Dequantized, DequantizedChoice, MemoryPolicy, MethodKind, Placement, PlacementChoice,
     Switch,
@@ -85,17 +86,13 @@ impl Planner {
                 // Everything is.
                 (switches.memory.middle, switches.memory.qkv) = (false, false);
             }
-            let offloads = switches.activations == Activations::Offload;
-            if offloads && self.keeps_more_than_asked(&switches.memory) && !self.hides(&switches.memory) {
-                continue;
-            }
             if switches.activations == Activations::Keep
                 || switches.memory.mlp_rows >= self.work.tokens.max(pass_tokens)
             {
                 // All of them, then.
                 switches.memory.mlp_rows = self.setup.switches.memory.mlp_rows;
             }
-            if self.leaves_open(&switches) && !ways.contains(&switches) {
+            if self.leaves_open(&switches) && self.hides(&switches) && !ways.contains(&switches) {
                 ways.push(switches);
             }
         }
@@ -168,13 +165,16 @@ impl Planner {
         memory.middle && asked.middle == Switch::Auto || memory.qkv && asked.qkv == Switch::Auto
     }
 
-    /// Whether what a block keeps can leave beside its forward pass.
-    fn hides(&self, memory: &MemoryPolicy) -> bool {
-        let hidden = self.config.hidden_size;
-        let qkv = self.config.q_size() + 2 * self.config.kv_size();
-        let columns = hidden + if memory.middle { hidden } else { 0 } + if memory.qkv { qkv } else { 0 };
+    /// Whether what leaves a block beside its input, unless that was asked for, can leave while the block computes.
+    fn hides(&self, switches: &Switches) -> bool {
+        if switches.activations != Activations::Offload || !self.keeps_more_than_asked(&switches.memory) {
+            return true;
+        }
+        let columns: usize = switches.memory.kept_parts().columns(&self.config).iter().sum();
         let weights = (0..self.config.num_hidden_layers).map(|layer| self.config.active_weights(layer)).min();
-        2 * weights.unwrap_or(0) >= 2 * columns * HIDING_FLOP_A_BYTE
+        // Of a token.
+        let (flop, bytes) = (2 * weights.unwrap_or(0), columns * DType::Bf16.num_bytes());
+        flop >= bytes * HIDING_FLOP_A_BYTE
     }
 
     fn leaves_open(&self, switches: &Switches) -> bool {
